@@ -1,0 +1,6 @@
+"""`python -m quantlab`."""
+
+from quantlab.cli.app import main
+
+if __name__ == "__main__":
+    main()

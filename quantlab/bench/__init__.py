@@ -1,0 +1,1 @@
+"""Speed: latency, workloads and the metrics computed from time stamps."""

@@ -1,0 +1,1 @@
+"""The front door: flags -> Spec -> run -> render. One file per subcommand."""

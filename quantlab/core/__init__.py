@@ -1,0 +1,1 @@
+"""The nouns: model, artifact, result, statistics, hardware, units, errors. No torch, no rich."""

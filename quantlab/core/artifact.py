@@ -1,0 +1,189 @@
+"""What lies on disk: the model's stored types and size, and the record that quantize writes beside it."""
+
+from __future__ import annotations
+
+import json
+import re
+import struct
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from quantlab.core.errors import QuantlabError
+from quantlab.core.files import os_error, sha256_file, write_text
+from quantlab.core.gguf_file import read_header
+from quantlab.core.result import ModelInfo, TensorType
+
+RECORD_NAME = "quantlab.json"
+_SHARD = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
+_SAFETENSORS_BITS = {
+    "F64": 64, "F32": 32, "F16": 16, "BF16": 16, "F8_E4M3": 8, "F8_E5M2": 8,
+    "I64": 64, "I32": 32, "I16": 16, "I8": 8, "U64": 64, "U32": 32, "U16": 16, "U8": 8, "BOOL": 8,
+}  # fmt: skip
+
+
+class Record(msgspec.Struct, frozen=True):
+    """What was asked and what was done; `NAME.gguf.json` beside a GGUF, `quantlab.json` in a folder."""
+
+    quantlab: str
+    method: str
+    asked: dict[str, Any]
+    parent: str
+    parent_sha256: str
+    sha256: str
+    parent_revision: str | None = None
+    calibration: dict[str, Any] | None = None
+    # What a reader must know of the weights' history, such as "dequantized from Q4_1".
+    note: str | None = None
+
+
+def record_path(model: Path) -> Path:
+    """Where the record of an artifact lies."""
+    return model / RECORD_NAME if model.is_dir() else model.with_name(model.name + ".json")
+
+
+def read_record(model: Path) -> Record | None:
+    """The record of an artifact, or None for a model that quantlab did not write."""
+    path = record_path(model)
+    if not path.is_file():
+        return None
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Record)
+    except msgspec.MsgspecError as error:
+        raise QuantlabError(f"`{path}` is not a record of quantlab: {error}", "remove it, or quantize again") from error
+
+
+def write_record(model: Path, record: Record) -> None:
+    """Write the record beside or into the artifact."""
+    write_text(record_path(model), json.dumps(msgspec.to_builtins(record), indent=2, ensure_ascii=False) + "\n")
+
+
+def gguf_shards(path: Path) -> list[Path]:
+    """All files of a GGUF model: the file itself, or every `-0000N-of-0000M.gguf` beside it."""
+    match = _SHARD.fullmatch(path.name)
+    if match is None:
+        return [path]
+    shards = [path.with_name(f"{match[1]}-{i:05d}-of-{match[3]}.gguf") for i in range(1, int(match[3]) + 1)]
+    if missing := [shard.name for shard in shards if not shard.is_file()]:
+        raise QuantlabError(f"`{path}` lacks its shards {', '.join(missing)}", "download them beside it")
+    return shards
+
+
+def safetensors_files(folder: Path) -> list[Path]:
+    """The weight files of a folder, by its index where it has one."""
+    index = folder / "model.safetensors.index.json"
+    if not index.is_file():
+        found = sorted(folder.glob("*.safetensors"))
+        if not found:
+            raise QuantlabError(f"`{folder}` has no *.safetensors", "download the weights in safetensors form")
+        return found
+    try:
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise QuantlabError(f"`{index}` is damaged: {error}", "download it again") from error
+    for name in names:
+        # A name from a downloaded file never leads out of the folder.
+        if not isinstance(name, str) or Path(name).name != name:
+            raise QuantlabError(f"`{index}` names the file {name!r}", "download it again")
+    if missing := [name for name in names if not (folder / name).is_file()]:
+        raise QuantlabError(f"`{folder}` lacks {', '.join(missing)}", "download the missing shards")
+    return [folder / name for name in names]
+
+
+def safetensors_header(path: Path) -> dict[str, Any]:
+    """The header of one safetensors file: name -> {dtype, shape, data_offsets}; checked against the file's size.
+
+    Format: https://huggingface.co/docs/safetensors. Raises QuantlabError where it is truncated or damaged.
+    """
+    again = "download it again"
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            head = file.read(8)
+            length = struct.unpack("<Q", head)[0] if len(head) == 8 else -1
+            if not 0 < length <= size - 8:
+                raise QuantlabError(f"`{path}` is not a sound safetensors file: its header is cut off", again)
+            header = json.loads(file.read(length))
+    except OSError as error:
+        raise os_error(error, path) from error
+    except ValueError as error:
+        raise QuantlabError(f"`{path}` is not a sound safetensors file: its header is damaged", again) from error
+    try:
+        tensors = {name: entry for name, entry in header.items() if name != "__metadata__"}
+        for name, entry in tensors.items():
+            begin, end = entry["data_offsets"]
+            bits = _SAFETENSORS_BITS[entry["dtype"]]
+            if (end - begin) * 8 != _product(entry["shape"]) * bits or not 0 <= begin <= end:
+                raise QuantlabError(f"`{path}` is damaged: tensor `{name}` does not fill its place", again)
+            if 8 + length + end > size:
+                raise QuantlabError(f"`{path}` is truncated: tensor `{name}` ends past its last byte", again)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise QuantlabError(f"`{path}` is not a sound safetensors file: {error!r} in its header", again) from error
+    return tensors
+
+
+def model_info(path: Path, *, source: str | None = None, revision: str | None = None) -> ModelInfo:
+    """Size, stored types and bits per weight of a GGUF file or a safetensors folder, from headers alone.
+
+    Bits per weight = 8 x bytes of all tensors / number of weights, as llama.cpp prints it. `source` is what the
+    user called it; the record, where there is one, tells method and parent.
+    """
+    record = read_record(path)
+    if path.is_dir():
+        files = safetensors_files(path)
+        entries = [entry for file in files for entry in safetensors_header(file).values()]
+        tensors = [(e["dtype"], _product(e["shape"]), e["data_offsets"][1] - e["data_offsets"][0]) for e in entries]
+        method = record.method if record else "none"
+    else:
+        files = gguf_shards(path)
+        tensors = [(t.type, t.params, t.size_bytes) for file in files for t in read_header(file).tensors]
+        wide = all(kind in ("F32", "F16", "BF16", "F64") for kind, _, _ in tensors)
+        method = "none" if wide else "gguf"
+    params = sum(n for _, n, _ in tensors)
+    if not params:
+        raise QuantlabError(f"`{path}` holds no tensors", "give a file with weights (this may be a vocabulary file)")
+    return ModelInfo(
+        source=source or str(path),
+        revision=revision or (record.parent_revision if record else None),
+        format="safetensors" if path.is_dir() else "gguf",
+        parent=record.parent if record else None,
+        method=method,
+        size_bytes=sum(file.stat().st_size for file in files),
+        bits_per_weight=8 * sum(n for _, _, n in tensors) / params,
+        tensor_types=_histogram((kind, n) for kind, n, _ in tensors),
+        sha256=content_sha256(path),
+    )
+
+
+def content_sha256(path: Path) -> str:
+    """The sha256 that identifies a model: of its one weight file, or of the sha256 list of all of them.
+
+    For a folder config.json and tokenizer.json count too: they change what the weights compute.
+    """
+    import hashlib
+
+    if path.is_dir():
+        also = [path / name for name in ("config.json", "tokenizer.json", "tokenizer.model")]
+        files = [*(file for file in also if file.is_file()), *safetensors_files(path)]
+    else:
+        files = gguf_shards(path)
+    hashes = [sha256_file(file) for file in files]
+    return hashes[0] if len(hashes) == 1 else hashlib.sha256("".join(hashes).encode()).hexdigest()
+
+
+def _histogram(tensors: Iterable[tuple[str, int]]) -> dict[str, TensorType]:
+    counts: dict[str, tuple[int, int]] = {}
+    for kind, params in tensors:
+        count, total = counts.get(kind, (0, 0))
+        counts[kind] = (count + 1, total + params)
+    ordered = sorted(counts.items(), key=lambda item: -item[1][1])
+    return {kind: TensorType(count, params) for kind, (count, params) in ordered}
+
+
+def _product(shape: Iterable[int]) -> int:
+    result = 1
+    for n in shape:
+        result *= n
+    return result

@@ -1,0 +1,151 @@
+"""Files are written beside and renamed: a killed run leaves nothing that looks finished."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from quantlab.core.errors import QuantlabError
+
+PARTIAL_SUFFIX = ".partial"
+_CHUNK = 1 << 22
+
+
+def check_output(path: Path, *, force: bool) -> None:
+    """Refuse to overwrite, and refuse a folder that cannot be written, before any work is done."""
+    if path.exists() and not force:
+        raise QuantlabError(f"`{path}` exists", "use `--force` to replace it, or `--out` for another place")
+    if path.is_dir():
+        raise QuantlabError(f"`{path}` is a folder", "give `--out` the name of a file")
+    parent = path.parent
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise os_error(error, parent) from error
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise QuantlabError(f"no write permission in `{parent}`", "choose another place with `--out`")
+
+
+def check_space(folder: Path, need_bytes: int) -> None:
+    """Refuse work whose output cannot fit, with both numbers."""
+    free = shutil.disk_usage(folder).free
+    if need_bytes > free:
+        raise QuantlabError(
+            f"`{folder}` has {free / 1e9:.2f} GB free, the output needs about {need_bytes / 1e9:.2f} GB",
+            "free some room, or choose another place with `--out`",
+        )
+
+
+def os_error(error: OSError, path: Path) -> QuantlabError:
+    """An operating system error in words that help."""
+    hints = {
+        errno.ENOSPC: "the disk is full: free some room and run again",
+        errno.EACCES: "no permission: choose another place",
+        errno.EROFS: "the file system is read-only: choose another place",
+        errno.ENOENT: "check the path",
+    }
+    return QuantlabError(f"`{path}`: {error.strerror or error}", hints.get(error.errno or 0, ""))
+
+
+@contextlib.contextmanager
+def written(path: Path) -> Iterator[Path]:
+    """Yield a temporary path beside `path`; on success flush it and rename, on any failure remove it.
+
+    The name is unique to this process, so that two runs never write the same temporary file.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}{PARTIAL_SUFFIX}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _remove_stale(path)
+        yield temporary
+        descriptor = os.open(temporary, os.O_RDWR)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        temporary.replace(path)
+    except OSError as error:
+        raise os_error(error, path) from error
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def written_folder(path: Path) -> Iterator[Path]:
+    """Yield a temporary folder beside `path`; on success flush its files and rename it, on any failure remove it.
+
+    Raises QuantlabError where `path` exists, at the start or at the end.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}{PARTIAL_SUFFIX}")
+    if path.exists():
+        raise QuantlabError(f"`{path}` exists", "remove it, or choose another place")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _remove_stale(path)
+        temporary.mkdir()
+        yield temporary
+        for file in temporary.rglob("*"):
+            if file.is_file():
+                with file.open("rb+") as opened:
+                    os.fsync(opened.fileno())
+        temporary.rename(path)
+    except OSError as error:
+        raise os_error(error, path) from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _remove_stale(path: Path) -> None:
+    """Remove what killed runs left beside `path`; what belongs to a living process stays."""
+    for stale in path.parent.glob(f".{path.name}.*{PARTIAL_SUFFIX}"):
+        owner = stale.name.removesuffix(PARTIAL_SUFFIX).rpartition(".")[2]
+        if owner.isdigit() and not _alive(int(owner)):
+            if stale.is_dir():
+                shutil.rmtree(stale, ignore_errors=True)
+            else:
+                stale.unlink(missing_ok=True)
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a small text file atomically, UTF-8."""
+    with written(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
+def sha256_file(path: Path) -> str:
+    """The sha256 of a file's content, in hex."""
+    digest = hashlib.sha256()
+    try:
+        with path.open("rb") as file:
+            while block := file.read(_CHUNK):
+                digest.update(block)
+    except OSError as error:
+        raise os_error(error, path) from error
+    return digest.hexdigest()
+
+
+def sha256_text(text: str) -> str:
+    """The sha256 of a text in UTF-8, in hex."""
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def cache_folder() -> Path:
+    """Where downloads and derived models are kept: $QUANTLAB_CACHE, else the user's cache folder."""
+    if named := os.environ.get("QUANTLAB_CACHE"):
+        return Path(named)
+    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "quantlab"

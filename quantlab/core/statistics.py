@@ -1,0 +1,97 @@
+"""Statistics derived from raw samples: one definition each, with its uncertainty.
+
+Intervals are Student-t on the mean; ratios are formed on logarithms, so that A/B and B/A agree.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from typing import NamedTuple
+
+CONFIDENCE = 0.95
+
+
+class Interval(NamedTuple):
+    """An estimate and its 95% confidence limits; the limits are None for fewer than two samples."""
+
+    estimate: float
+    low: float | None
+    high: float | None
+
+    def excludes(self, value: float) -> bool:
+        """Whether the interval is known and `value` lies outside it."""
+        return self.low is not None and self.high is not None and not self.low <= value <= self.high
+
+
+def median(samples: Sequence[float]) -> float:
+    """The middle sample (mean of the two middle ones for an even count)."""
+    return statistics.median(samples)
+
+
+def percentile(samples: Sequence[float], percent: float) -> float:
+    """The percentile by linear interpolation between closest ranks (numpy's default)."""
+    if not samples:
+        raise ValueError("no samples")
+    if not 0 <= percent <= 100:
+        raise ValueError(f"{percent} is no percentage")
+    ordered = sorted(samples)
+    rank = (len(ordered) - 1) * percent / 100
+    low = math.floor(rank)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (rank - low)
+
+
+def relative_spread(samples: Sequence[float]) -> float:
+    """The interquartile range as a share of the median: robust against one slow repetition."""
+    return (percentile(samples, 75) - percentile(samples, 25)) / median(samples)
+
+
+def mean_interval(samples: Sequence[float]) -> Interval:
+    """The mean with its Student-t interval."""
+    mean = statistics.fmean(samples)
+    if len(samples) < 2:
+        return Interval(mean, None, None)
+    half = _t_quantile(len(samples) - 1) * statistics.stdev(samples) / math.sqrt(len(samples))
+    return Interval(mean, mean - half, mean + half)
+
+
+def paired_ratio(numerator: Sequence[float], denominator: Sequence[float]) -> Interval:
+    """The geometric mean ratio of interleaved repetitions: pair i was taken in round i of one session."""
+    if len(numerator) != len(denominator):
+        raise ValueError(f"{len(numerator)} and {len(denominator)} samples are not pairs")
+    logs = [math.log(a / b) for a, b in zip(numerator, denominator, strict=True)]
+    return _exp(mean_interval(logs))
+
+
+def unpaired_ratio(numerator: Sequence[float], denominator: Sequence[float]) -> Interval:
+    """The geometric mean ratio of independent runs (Welch's interval on logarithms).
+
+    Welch, B. L. (1947), Biometrika 34, with the Welch-Satterthwaite degrees of freedom.
+    """
+    a, b = [math.log(x) for x in numerator], [math.log(x) for x in denominator]
+    difference = statistics.fmean(a) - statistics.fmean(b)
+    if len(a) < 2 or len(b) < 2:
+        return Interval(math.exp(difference), None, None)
+    va, vb = statistics.variance(a) / len(a), statistics.variance(b) / len(b)
+    if va + vb == 0:
+        return Interval(math.exp(difference), math.exp(difference), math.exp(difference))
+    freedom = (va + vb) ** 2 / (va**2 / (len(a) - 1) + vb**2 / (len(b) - 1))
+    half = _t_quantile(freedom) * math.sqrt(va + vb)
+    return _exp(Interval(difference, difference - half, difference + half))
+
+
+def _exp(interval: Interval) -> Interval:
+    return Interval(
+        math.exp(interval.estimate),
+        None if interval.low is None else math.exp(interval.low),
+        None if interval.high is None else math.exp(interval.high),
+    )
+
+
+def _t_quantile(freedom: float) -> float:
+    """The two-sided Student-t quantile at CONFIDENCE (scipy.special is imported only when one is needed)."""
+    from scipy.special import stdtrit
+
+    return float(stdtrit(freedom, 0.5 + CONFIDENCE / 2))

@@ -1,0 +1,1 @@
+"""Quality: perplexity and divergence from the parent."""

@@ -1,0 +1,1 @@
+"""Executes a Step and keeps its Result: recipes, resume, the results store, provenance."""

@@ -1,0 +1,1 @@
+"""Model -> Artifact: one file per method, calibration sets, artifact writer, inspection."""

@@ -1,0 +1,1 @@
+"""Results -> comparison, tables, verdicts."""

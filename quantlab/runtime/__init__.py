@@ -1,0 +1,1 @@
+"""Backends: a loaded model that takes one step at a time."""

@@ -1,0 +1,229 @@
+"""What a backend must do: a loaded model that takes one step at a time.
+
+The benches, the perplexity loop and the engine know only this file. Every backend passes
+tests/backend_contract.py.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from quantlab.core.result import RuntimeInfo
+
+Tokens = npt.NDArray[np.int32]
+Logits = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """What a backend reserves at load.
+
+    `n_ctx` tokens for each of `n_seq` sequences; `n_batch` tokens at most in one forward, of which `n_outputs`
+    may ask for logits (0: all of them); `n_ubatch` tokens computed at a time. `shared` lets `share` copy a part
+    of a sequence; without it several sequences decode faster, and only whole sequences can be shared.
+    """
+
+    n_ctx: int = 2048
+    n_seq: int = 1
+    n_batch: int = 512
+    n_ubatch: int = 512
+    n_outputs: int = 0
+    shared: bool = True
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What actually loaded."""
+
+    runtime: RuntimeInfo
+    capacity: Capacity
+    n_vocab: int
+    n_ctx_train: int
+    weight_bytes: int
+    # Bytes of the weights that one decoded token reads: a lookup table counts one row, an expert its share.
+    bytes_read_per_token: int
+    kv_bytes_per_token: int
+    bos: int | None
+    eos: frozenset[int]
+    # Whether the tokenizer puts BOS before a text.
+    adds_bos: bool
+    chat_template: str | None
+
+
+@dataclass
+class Batch:
+    """Tokens of several sequences for one device step: int32 arrays of one length, and where logits are wanted."""
+
+    tokens: Tokens
+    positions: Tokens
+    seqs: Tokens
+    logits: npt.NDArray[np.bool_]
+
+    @classmethod
+    def of(
+        cls, seq: int, tokens: Sequence[int] | Tokens, start: int, *, logits: Literal["all", "last", "none"]
+    ) -> Batch:
+        """The tokens of one sequence from position `start` on."""
+        n = len(tokens)
+        wanted = np.full(n, logits == "all")
+        if logits == "last" and n:
+            wanted[-1] = True
+        return cls(
+            np.asarray(tokens, np.int32),
+            np.arange(start, start + n, dtype=np.int32),
+            np.full(n, seq, np.int32),
+            wanted,
+        )
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes, kept apart: what the device allocated and reserved, and the peaks of device and process."""
+
+    device_allocated: int
+    device_reserved: int
+    device_peak: int
+    process: int
+    process_peak: int
+
+
+@dataclass(frozen=True)
+class Request:
+    """Prompt token ids and a limit. `arrival_s` is relative to the start of the run."""
+
+    prompt: Tokens
+    max_new_tokens: int
+    ignore_eos: bool = True
+    arrival_s: float = 0.0
+
+
+@dataclass
+class Generation:
+    """The new token ids of one request, and the time at which each reached the host (perf_counter, seconds)."""
+
+    start_s: float
+    tokens: list[int] = field(default_factory=list)
+    times_s: list[float] = field(default_factory=list)
+    finish_reason: Literal["length", "stop"] = "length"
+
+
+class Backend(Protocol):
+    """One loaded model. Every method raises QuantlabError on misuse and leaves the model usable."""
+
+    def describe(self) -> Loaded:
+        """What loaded: device, kernels, sizes, special tokens."""
+
+    def encode(self, text: str, *, special: bool = False, bos: bool = False) -> Tokens:
+        """Token ids of `text`. `special`: control tokens written in the text are parsed, as HF tokenizers do.
+
+        `bos`: special tokens are added as the tokenizer does by itself.
+        """
+
+    def decode(self, tokens: Sequence[int] | Tokens) -> str:
+        """The text of token ids; control tokens are written out."""
+
+    def piece_bytes(self, token: int) -> bytes:
+        """The bytes that one token stands for; empty for a control token."""
+
+    def forward(self, batch: Batch) -> Logits:
+        """Compute one step; returns when the device is done.
+
+        Returns float32 (n, n_vocab): a row for each True in `batch.logits`, in order; a view that holds until the
+        next call. Positions must continue each sequence.
+        """
+
+    def length(self, seq: int) -> int:
+        """How many tokens of `seq` are in the KV cache."""
+
+    def share(self, src: int, dst: int, n: int) -> None:
+        """Let `dst` (empty) begin with the first `n` tokens of `src`; no KV bytes move."""
+
+    def truncate(self, seq: int, n: int) -> None:
+        """Keep the first `n` tokens of `seq`."""
+
+    def release(self, seq: int) -> None:
+        """Forget `seq`."""
+
+    def save(self, seq: int) -> bytes:
+        """The KV of `seq`, for this model and version only."""
+
+    def restore(self, seq: int, blob: bytes) -> None:
+        """Put a saved KV into `seq` (empty); a blob of another model is refused."""
+
+    def memory(self) -> Memory:
+        """Bytes now and at the peak."""
+
+    def generate(self, requests: Sequence[Request]) -> list[Generation]:
+        """Greedy decoding of all requests as one static batch."""
+
+    def counters(self) -> dict[str, int]:
+        """Tokens and steps computed since `reset`."""
+
+    def reset(self) -> None:
+        """Forget every sequence and set the counters to zero."""
+
+    def close(self) -> None:
+        """Free the model. Calling it again does nothing."""
+
+
+def generate_static(backend: Backend, requests: Sequence[Request]) -> list[Generation]:
+    """Greedy decoding on any backend: prompts one after another in full batches, then all sequences step by step.
+
+    Every request is submitted at the start: TTFT of a batch holds the prefill of the requests before it. A time
+    stamp is taken when the token id is on the host.
+    """
+    eos = backend.describe().eos
+    start = time.perf_counter()
+    generations = [Generation(start) for _ in requests]
+    alive: list[int] = []
+    for seq, request in enumerate(requests):
+        logits = backend_prefill(backend, seq, request.prompt)
+        alive += _emit(logits, [seq], requests, generations, eos)
+    while alive:
+        batch = Batch(
+            np.array([generations[s].tokens[-1] for s in alive], np.int32),
+            np.array([len(requests[s].prompt) + len(generations[s].tokens) - 1 for s in alive], np.int32),
+            np.array(alive, np.int32),
+            np.ones(len(alive), np.bool_),
+        )
+        alive = _emit(backend.forward(batch), alive, requests, generations, eos)
+    return generations
+
+
+def backend_prefill(backend: Backend, seq: int, prompt: Tokens, start: int = 0) -> Logits:
+    """Put `prompt` into `seq` from position `start` in batches that fit; returns its last logits (1, n_vocab)."""
+    n_batch = backend.describe().capacity.n_batch
+    logits = np.empty((0, 0), np.float32)
+    for at in range(0, len(prompt), n_batch):
+        part = prompt[at : at + n_batch]
+        last = at + len(part) == len(prompt)
+        logits = backend.forward(Batch.of(seq, part, start + at, logits="last" if last else "none"))
+    return logits
+
+
+def _emit(
+    logits: Logits,
+    seqs: list[int],
+    requests: Sequence[Request],
+    generations: list[Generation],
+    eos: frozenset[int],
+) -> list[int]:
+    """Take the most likely token of each row and stamp it; returns the sequences that go on."""
+    tokens = logits.argmax(axis=1)
+    now = time.perf_counter()
+    alive = []
+    for seq, token in zip(seqs, tokens.tolist(), strict=True):
+        generation, request = generations[seq], requests[seq]
+        generation.tokens.append(token)
+        generation.times_s.append(now)
+        if token in eos and not request.ignore_eos:
+            generation.finish_reason = "stop"
+        elif len(generation.tokens) < request.max_new_tokens:
+            alive.append(seq)
+    return alive

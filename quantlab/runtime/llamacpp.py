@@ -1,0 +1,486 @@
+"""llama.cpp through the low-level API of llama-cpp-python: several sequences a step, logits as views.
+
+`Llama.__call__` costs milliseconds a token; here a step costs the arrays' fill and one C call. llama.cpp ends the
+process on many kinds of misuse, so every argument is checked before it is passed down.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import ctypes
+import hashlib
+import re
+import struct
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+
+from quantlab.core import hardware
+from quantlab.core.artifact import gguf_shards
+from quantlab.core.errors import QuantlabError, UsageError, missing_extra
+from quantlab.core.gguf_file import GGUFHeader, TensorInfo, read_header
+from quantlab.core.result import RuntimeInfo
+from quantlab.runtime.backend import (
+    Batch,
+    Capacity,
+    Generation,
+    Loaded,
+    Logits,
+    Memory,
+    Request,
+    Tokens,
+    generate_static,
+)
+
+try:
+    import llama_cpp.llama_cpp as lib
+except ModuleNotFoundError as error:
+    raise missing_extra("llama-cpp-python", "gguf") from error
+
+DEVICES = ("auto", "cpu", "cuda", "mps")
+_KV_ELEMENT_BYTES = 2  # the KV cache is f16
+_ERROR_LEVEL = 4
+_BLOB_MAGIC = b"QLKV\x01"
+
+_log: collections.deque[tuple[int, str]] = collections.deque(maxlen=4000)
+
+
+@lib.llama_log_callback  # type: ignore[untyped-decorator]
+def _keep_log(level: int, text: bytes, _: Any) -> None:
+    _log.append((level, text.decode("utf-8", "replace").rstrip()))
+
+
+def last_errors() -> str:
+    """What llama.cpp said last on its error level, for an error message."""
+    errors = [text for level, text in _log if level == _ERROR_LEVEL and text]
+    return "; ".join(errors[-2:]) or "it gave no reason"
+
+
+class LlamaCppBackend:
+    """A GGUF file in llama.cpp (a `Backend`)."""
+
+    def __init__(self, path: Path, capacity: Capacity, *, device: str = "auto", threads: int | None = None) -> None:
+        self._model = self._context = None
+        if capacity.n_ctx < 1 or capacity.n_seq < 1 or capacity.n_batch < 1 or capacity.n_ubatch < 1:
+            raise UsageError(f"{capacity} has a size below 1", "give positive sizes")
+        if capacity.n_seq > lib.llama_max_parallel_sequences():
+            raise UsageError(
+                f"{capacity.n_seq} sequences at once", f"llama.cpp holds {lib.llama_max_parallel_sequences()} at most"
+            )
+        self._path, self._capacity = path, capacity
+        self._threads = threads or hardware.usable_cores()
+        self._headers = [read_header(shard) for shard in gguf_shards(path)]
+        self._offload = _offloads(device)
+        _log.clear()
+        lib.llama_log_set(_keep_log, None)
+        lib.llama_backend_init()
+        self._load()
+        self._vocab = lib.llama_model_get_vocab(self._model)
+        self._n_vocab: int = lib.llama_vocab_n_tokens(self._vocab)
+        self._kv = lib.llama_get_memory(self._context)
+        self._lengths = [0] * capacity.n_seq
+        self._counters: dict[str, int] = {}
+        self._pieces: dict[int, bytes] = {}
+        self._arrays = _BatchArrays(capacity.n_batch)
+        self._loaded = self._describe()
+        self.reset()
+
+    def _load(self) -> None:
+        model_params = lib.llama_model_default_params()
+        if not self._offload:
+            model_params.n_gpu_layers = 0
+        self._model = lib.llama_model_load_from_file(str(self._path).encode(), model_params)
+        if not self._model:
+            raise QuantlabError(
+                f"llama.cpp does not load `{self._path}`: {last_errors()}", "check it with `quantlab inspect`"
+            )
+        if lib.llama_model_has_encoder(self._model) or not lib.llama_model_has_decoder(self._model):
+            self.close()
+            raise QuantlabError(f"`{self._path}` is no decoder-only language model", "give a causal language model")
+        params = lib.llama_context_default_params()
+        capacity = self._capacity
+        params.n_ctx = capacity.n_ctx * capacity.n_seq
+        params.n_batch = capacity.n_batch
+        params.n_ubatch = min(capacity.n_ubatch, capacity.n_batch)
+        params.n_seq_max = capacity.n_seq
+        params.n_outputs_max = capacity.n_outputs
+        params.n_threads = params.n_threads_batch = self._threads
+        # A part of a sequence can only be shared inside one buffer, and a sliding window must keep what was shared.
+        params.kv_unified = params.swa_full = capacity.shared
+        if not self._offload:
+            params.offload_kqv = params.op_offload = False
+        self._context = lib.llama_init_from_model(self._model, params)
+        if not self._context:
+            reason = last_errors()
+            self.close()
+            raise QuantlabError(
+                f"llama.cpp makes no context of {capacity.n_seq} x {capacity.n_ctx} tokens: {reason}",
+                "use a smaller `--n-ctx` or batch",
+            )
+
+    def describe(self) -> Loaded:
+        """What loaded; see `Backend`."""
+        return self._loaded
+
+    def _describe(self) -> Loaded:
+        metadata = self._headers[0].metadata
+        template = lib.llama_model_chat_template(self._model, None)
+        tensors = [tensor for header in self._headers for tensor in header.tensors]
+        bos = lib.llama_vocab_bos(self._vocab)
+        return Loaded(
+            runtime=RuntimeInfo(
+                name="llamacpp",
+                version=_version(),
+                device="gpu" if self._offload else "cpu",
+                dtype=_main_type(tensors),
+                kernels=_kernels(len(tensors)),
+                threads=self._threads,
+            ),
+            capacity=self._capacity,
+            n_vocab=self._n_vocab,
+            n_ctx_train=lib.llama_model_n_ctx_train(self._model),
+            weight_bytes=sum(tensor.size_bytes for tensor in tensors),
+            bytes_read_per_token=_bytes_read(tensors, metadata),
+            kv_bytes_per_token=_kv_bytes(self._headers[0]),
+            bos=bos if bos >= 0 else None,
+            eos=frozenset(t for t in range(self._n_vocab) if lib.llama_vocab_is_eog(self._vocab, t)),
+            adds_bos=bool(lib.llama_vocab_get_add_bos(self._vocab)),
+            chat_template=template.decode("utf-8", "replace") if template else None,
+        )
+
+    def encode(self, text: str, *, special: bool = False, bos: bool = False) -> Tokens:
+        """Token ids of `text`; see `Backend`."""
+        data = text.encode()
+        room = len(data) + 8
+        buffer = (lib.llama_token * room)()
+        n = lib.llama_tokenize(self._vocab, data, len(data), buffer, room, bos, special)
+        if n < 0:
+            raise QuantlabError(f"llama.cpp does not tokenize a text of {len(data)} bytes", "use a shorter text")
+        return np.array(buffer[:n], np.int32)
+
+    def decode(self, tokens: Sequence[int] | Tokens) -> str:
+        """The text of token ids, control tokens written out; see `Backend`."""
+        return b"".join(self._piece(int(t), special=True) for t in tokens).decode("utf-8", "replace")
+
+    def piece_bytes(self, token: int) -> bytes:
+        """The bytes of one token; see `Backend`."""
+        if token not in self._pieces:
+            self._pieces[token] = self._piece(token, special=False)
+        return self._pieces[token]
+
+    def _piece(self, token: int, *, special: bool) -> bytes:
+        if not 0 <= token < self._n_vocab:
+            raise UsageError(f"token id {token} is outside the vocabulary of {self._n_vocab}")
+        room = 64
+        while True:
+            buffer = ctypes.create_string_buffer(room)
+            n = lib.llama_token_to_piece(self._vocab, token, buffer, room, 0, special)
+            if n >= 0:
+                return buffer.raw[:n]
+            room = -n
+
+    def forward(self, batch: Batch) -> Logits:
+        """Compute one step; see `Backend`."""
+        n = len(batch.tokens)
+        ends, rows = self._check(batch)
+        arrays = self._arrays
+        arrays.tokens[:n] = batch.tokens
+        arrays.positions[:n] = batch.positions
+        arrays.seqs[:n] = batch.seqs
+        arrays.logits[:n] = batch.logits
+        arrays.batch.n_tokens = n
+        code = lib.llama_decode(self._context, arrays.batch)
+        if code != 0:
+            # A failed step may have stored some of its tokens: what was there before stays.
+            for seq, length in enumerate(self._lengths):
+                lib.llama_memory_seq_rm(self._kv, seq, length, -1)
+            reason = "the KV cache is full" if code == 1 else last_errors()
+            raise QuantlabError(f"llama.cpp failed a step of {n} tokens (code {code}): {reason}")
+        for seq, end in ends.items():
+            self._lengths[seq] = end
+        self._counters["steps"] += 1
+        self._counters["tokens"] += n
+        self._counters["logits"] += rows
+        if rows == 0:
+            lib.llama_synchronize(self._context)
+            return np.empty((0, self._n_vocab), np.float32)
+        pointer = ctypes.cast(lib.llama_get_logits(self._context), ctypes.c_void_p).value
+        assert pointer is not None
+        flat = (ctypes.c_float * (rows * self._n_vocab)).from_address(pointer)
+        view: Logits = np.frombuffer(memoryview(flat), np.float32).reshape(rows, self._n_vocab)
+        return view
+
+    def _check(self, batch: Batch) -> tuple[dict[int, int], int]:
+        """Refuse what llama.cpp would abort on; returns each sequence's new length and the number of logits rows."""
+        n = len(batch.tokens)
+        capacity = self._capacity
+        if not n == len(batch.positions) == len(batch.seqs) == len(batch.logits):
+            raise UsageError("the arrays of a batch differ in length")
+        if not 0 < n <= capacity.n_batch:
+            raise UsageError(f"a step of {n} tokens; this backend takes 1 to {capacity.n_batch}")
+        if batch.tokens.min() < 0 or batch.tokens.max() >= self._n_vocab:
+            bad = batch.tokens[(batch.tokens < 0) | (batch.tokens >= self._n_vocab)][0]
+            raise UsageError(f"token id {bad} is outside the vocabulary of {self._n_vocab}")
+        rows = int(np.count_nonzero(batch.logits))
+        if capacity.n_outputs and rows > capacity.n_outputs:
+            raise UsageError(f"logits of {rows} tokens asked; this backend was opened for {capacity.n_outputs} a step")
+        ends = {}
+        for seq in set(batch.seqs.tolist()):
+            length = self.length(seq)
+            positions = batch.positions[batch.seqs == seq]
+            end = length + len(positions)
+            if not np.array_equal(positions, np.arange(length, end)):
+                raise UsageError(
+                    f"the positions of sequence {seq} begin at {positions[0]}", f"continue it at {length}, one by one"
+                )
+            if end > capacity.n_ctx:
+                raise QuantlabError(
+                    f"sequence {seq} would hold {end} tokens; this backend was opened for {capacity.n_ctx}",
+                    "open it with a larger `n_ctx`",
+                )
+            ends[seq] = end
+        return ends, rows
+
+    def length(self, seq: int) -> int:
+        """Tokens of `seq` in the KV cache; see `Backend`."""
+        if not 0 <= seq < self._capacity.n_seq:
+            raise UsageError(f"sequence {seq}; this backend was opened for {self._capacity.n_seq}")
+        return self._lengths[seq]
+
+    def share(self, src: int, dst: int, n: int) -> None:
+        """Let `dst` begin with the first `n` tokens of `src`; see `Backend`."""
+        if not self._capacity.shared:
+            raise UsageError("this backend was opened without sharing", "open it with `Capacity(shared=True)`")
+        self._require_empty(dst)
+        if not 0 <= n <= self.length(src):
+            raise UsageError(f"{n} tokens of sequence {src} asked, it holds {self._lengths[src]}")
+        lib.llama_memory_seq_cp(self._kv, src, dst, 0, n)
+        self._lengths[dst] = n
+
+    def truncate(self, seq: int, n: int) -> None:
+        """Keep the first `n` tokens of `seq`; see `Backend`."""
+        if not 0 <= n <= self.length(seq):
+            raise UsageError(f"sequence {seq} holds {self._lengths[seq]} tokens, {n} cannot be kept")
+        if n == self._lengths[seq]:
+            return
+        if not lib.llama_memory_seq_rm(self._kv, seq, n, -1):
+            raise QuantlabError(
+                f"`{self._path.name}` cannot forget a part of a sequence (recurrent state)", "release it instead"
+            )
+        self._lengths[seq] = n
+
+    def release(self, seq: int) -> None:
+        """Forget `seq`; see `Backend`."""
+        self.length(seq)
+        lib.llama_memory_seq_rm(self._kv, seq, -1, -1)
+        self._lengths[seq] = 0
+
+    def save(self, seq: int) -> bytes:
+        """The KV of `seq`: magic, model identity, length, payload, sha256 of all before; see `Backend`."""
+        if self.length(seq) == 0:
+            raise UsageError(f"sequence {seq} is empty")
+        size = lib.llama_state_seq_get_size(self._context, seq)
+        buffer = (ctypes.c_uint8 * size)()
+        written = lib.llama_state_seq_get_data(self._context, buffer, size, seq)
+        if written == 0:
+            raise QuantlabError(f"llama.cpp does not save sequence {seq}: {last_errors()}")
+        body = b"".join(
+            [_BLOB_MAGIC, self._identity(), struct.pack("<Q", self._lengths[seq]), memoryview(buffer)[:written]]
+        )
+        return body + hashlib.sha256(body).digest()
+
+    def restore(self, seq: int, blob: bytes) -> None:
+        """Put a saved KV into `seq`; see `Backend`."""
+        self._require_empty(seq)
+        head = len(_BLOB_MAGIC) + 40
+        if len(blob) < head + 32 or hashlib.sha256(blob[:-32]).digest() != blob[-32:]:
+            raise QuantlabError("a saved sequence is damaged or none", "compute it again")
+        if not blob.startswith(_BLOB_MAGIC + self._identity()):
+            raise QuantlabError("a saved sequence belongs to another model or version", "compute it again")
+        length = struct.unpack("<Q", blob[head - 8 : head])[0]
+        if length > self._capacity.n_ctx:
+            raise QuantlabError(f"a saved sequence of {length} tokens does not fit in {self._capacity.n_ctx}")
+        payload = (ctypes.c_uint8 * (len(blob) - head - 32)).from_buffer_copy(blob, head)
+        if lib.llama_state_seq_set_data(self._context, payload, len(payload), seq) == 0:
+            lib.llama_memory_seq_rm(self._kv, seq, -1, -1)
+            raise QuantlabError(f"llama.cpp does not restore a saved sequence: {last_errors()}", "compute it again")
+        self._lengths[seq] = length
+
+    def _require_empty(self, seq: int) -> None:
+        if self.length(seq):
+            raise UsageError(f"sequence {seq} holds {self._lengths[seq]} tokens", "release it first")
+
+    def _identity(self) -> bytes:
+        """32 bytes that change with the weights, the library and the KV's layout."""
+        digest = hashlib.sha256(f"{_version()} {self._capacity.shared}".encode())
+        for shard, header in zip(gguf_shards(self._path), self._headers, strict=True):
+            with shard.open("rb") as file:
+                for tensor in header.tensors:
+                    file.seek(tensor.offset)
+                    digest.update(f"{tensor}".encode() + file.read(min(tensor.size_bytes, 512)))
+        return digest.digest()
+
+    def memory(self) -> Memory:
+        """Bytes now and at the peak; llama.cpp allocates at load, so device peak and allocation are one number."""
+        device = sum(size for name, size in _buffers() if not name.startswith("CPU") and "Host" not in name)
+        return Memory(device, device, device, hardware.process_bytes(), hardware.peak_process_bytes())
+
+    def generate(self, requests: Sequence[Request]) -> list[Generation]:
+        """Greedy decoding of one static batch; see `Backend`."""
+        if not 0 < len(requests) <= self._capacity.n_seq:
+            raise UsageError(f"{len(requests)} requests; this backend was opened for {self._capacity.n_seq}")
+        for request in requests:
+            need = len(request.prompt) + request.max_new_tokens
+            if not len(request.prompt) or request.max_new_tokens < 1:
+                raise UsageError("a request needs a prompt and at least one new token")
+            if need > self._capacity.n_ctx:
+                raise UsageError(
+                    f"{need} tokens of prompt and answer; this backend was opened for {self._capacity.n_ctx}"
+                )
+        return generate_static(self, requests)
+
+    def counters(self) -> dict[str, int]:
+        """Steps, tokens and logits rows since `reset`."""
+        return dict(self._counters)
+
+    def reset(self) -> None:
+        """Forget every sequence; see `Backend`."""
+        lib.llama_memory_clear(self._kv, True)
+        self._lengths = [0] * self._capacity.n_seq
+        self._counters = {"steps": 0, "tokens": 0, "logits": 0}
+
+    def close(self) -> None:
+        """Free the model; see `Backend`."""
+        if self._context:
+            lib.llama_free(self._context)
+            self._context = None
+        if self._model:
+            lib.llama_model_free(self._model)
+            self._model = None
+
+
+class _BatchArrays:
+    """A llama_batch over numpy arrays of n_batch tokens, each of one sequence."""
+
+    def __init__(self, n_batch: int) -> None:
+        self.tokens, self.positions, self.seqs = (np.zeros(n_batch, np.int32) for _ in range(3))
+        self.logits = np.zeros(n_batch, np.int8)
+        self._counts = np.ones(n_batch, np.int32)
+        self._seq_pointers = self.seqs.ctypes.data + 4 * np.arange(n_batch, dtype=np.uint64)
+        fields = {kind: ctype for kind, ctype, *_ in lib.llama_batch._fields_}
+
+        def pointer(array: Any, field: str) -> Any:
+            return ctypes.cast(array.ctypes.data, cast(Any, fields[field]))
+
+        self.batch = lib.llama_batch(
+            n_tokens=0,
+            token=pointer(self.tokens, "token"),
+            embd=None,
+            pos=pointer(self.positions, "pos"),
+            n_seq_id=pointer(self._counts, "n_seq_id"),
+            seq_id=pointer(self._seq_pointers, "seq_id"),
+            logits=pointer(self.logits, "logits"),
+        )
+
+
+@contextlib.contextmanager
+def opened(
+    path: Path, capacity: Capacity, *, device: str = "auto", threads: int | None = None
+) -> Iterator[LlamaCppBackend]:
+    """Open a GGUF file and close it at the end."""
+    backend = LlamaCppBackend(path, capacity, device=device, threads=threads)
+    try:
+        yield backend
+    finally:
+        backend.close()
+
+
+def _offloads(device: str) -> bool:
+    """Whether layers go to a GPU; `cuda` and `mps` are refused where this build of llama.cpp has none."""
+    if device not in DEVICES:
+        raise UsageError(f"unknown device `{device}`", f"known: {', '.join(DEVICES)}")
+    able = bool(lib.llama_supports_gpu_offload())
+    if device in ("cuda", "mps") and not able:
+        raise QuantlabError(
+            f"this build of llama.cpp has no `{device}`",
+            "build llama-cpp-python with CMAKE_ARGS=-DGGML_CUDA=on (or -DGGML_METAL=on), or use `--device cpu`",
+        )
+    return able and device != "cpu"
+
+
+def _version() -> str:
+    import importlib.metadata
+
+    return importlib.metadata.version("llama-cpp-python")
+
+
+def _main_type(tensors: list[TensorInfo]) -> str:
+    """The type that holds most weights."""
+    params: collections.Counter[str] = collections.Counter()
+    for tensor in tensors:
+        params[tensor.type] += tensor.params
+    return params.most_common(1)[0][0]
+
+
+def _kernels(n_tensors: int) -> dict[str, int]:
+    """Weights by the buffer type whose kernels compute them, as llama.cpp's log tells after a load.
+
+    CPU_REPACK interleaves rows of some quantized types for faster kernels; the log names one tensor that could not
+    go there and the number of the others.
+    """
+    said = " ".join(text for _, text in _log)
+    kernels = {}
+    if offloaded := re.search(r"offloaded (\d+)/\d+ layers to GPU", said):
+        kernels["GPU layers"] = int(offloaded[1])
+    if kept := re.search(
+        r"\(and (\d+) others\) cannot be used with preferred buffer type (\S+), using (\S+) instead", said
+    ):
+        kernels[kept[3]] = int(kept[1]) + 1
+        kernels[kept[2]] = n_tensors - int(kept[1]) - 1
+    return {name: n for name, n in kernels.items() if n > 0} or {"CPU": n_tensors}
+
+
+def _buffers() -> list[tuple[str, int]]:
+    """(buffer type, bytes) of weights, KV and compute buffers that llama.cpp reported."""
+    found = []
+    for _, text in list(_log):
+        if match := re.search(r"(\S+)\s+(?:model|KV|RS|compute|output) buffer size\s*=\s*([\d.]+) MiB", text):
+            found.append((match[1], int(float(match[2]) * 2**20)))
+    return found
+
+
+def _bytes_read(tensors: list[TensorInfo], metadata: dict[str, Any]) -> int:
+    """The bytes of weights that one token reads.
+
+    The token embedding is a lookup of one row, unless it is also the output matrix (tied); of a layer's experts
+    only those used are read.
+    """
+    arch = metadata.get("general.architecture", "")
+    experts, used = metadata.get(f"{arch}.expert_count", 0), metadata.get(f"{arch}.expert_used_count", 0)
+    tied = all(tensor.name != "output.weight" for tensor in tensors)
+    total = 0.0
+    for tensor in tensors:
+        if tensor.name == "token_embd.weight" and not tied:
+            total += tensor.size_bytes / tensor.shape[1]
+        elif "_exps." in tensor.name and experts:
+            total += tensor.size_bytes * used / experts
+        else:
+            total += tensor.size_bytes
+    return int(total)
+
+
+def _kv_bytes(header: GGUFHeader) -> int:
+    """Bytes of K and V that one token adds over all layers (f16); a sliding window bounds their number."""
+    metadata = header.metadata
+    arch = metadata.get("general.architecture", "")
+    layers = int(metadata.get(f"{arch}.block_count", 0))
+    heads = metadata.get(f"{arch}.attention.head_count", 1)
+    kv_heads = metadata.get(f"{arch}.attention.head_count_kv", heads)
+    head_dim = int(metadata.get(f"{arch}.embedding_length", 0)) // (max(heads) if isinstance(heads, list) else heads)
+    key = metadata.get(f"{arch}.attention.key_length", head_dim)
+    value = metadata.get(f"{arch}.attention.value_length", head_dim)
+    total_heads = sum(kv_heads) if isinstance(kv_heads, list) else kv_heads * layers
+    return int(total_heads) * (int(key) + int(value)) * _KV_ELEMENT_BYTES

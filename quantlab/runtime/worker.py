@@ -1,0 +1,147 @@
+"""A child process that does one piece of work: its crash is an error here, its peak memory is its own.
+
+The parent sends JSON lines on the child's stdin, the child answers on a private pipe; what libraries print goes to
+a log. A child whose parent is gone ends at once: its stdin closes.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import queue
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
+
+import msgspec
+
+from quantlab.core.errors import QuantlabError
+from quantlab.core.progress import Progress, silent
+
+# A piece of work: (spec, channel) -> what the parent receives. Named "package.module:function".
+Work = Callable[[Any, "Channel"], Any]
+
+
+class Channel:
+    """The child's side of the pipe."""
+
+    def __init__(self, output: int) -> None:
+        self._output = os.fdopen(output, "wb")
+        self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    def _listen(self) -> None:
+        for line in sys.stdin.buffer:
+            self._inbox.put(msgspec.json.decode(line))
+        os._exit(1)
+
+    def receive(self) -> Any:
+        """The parent's next message; waits for it."""
+        return self._inbox.get()
+
+    def send(self, kind: str, value: Any) -> None:
+        """Send one message to the parent."""
+        self._output.write(msgspec.json.encode({"kind": kind, "value": value}) + b"\n")
+        self._output.flush()
+
+    def progress(self, stage: str, done: float, total: float) -> None:
+        """Report progress to the parent (a `Progress`)."""
+        self.send("progress", [stage, done, total])
+
+
+class Worker:
+    """The parent's side: `with Worker(call, spec) as worker: worker.result()`."""
+
+    def __init__(self, call: str, spec: Any, progress: Progress = silent) -> None:
+        self._call, self._progress = call, progress
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the worker
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "quantlab.runtime.worker", call],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+        )
+        self.send(spec)
+
+    def __enter__(self) -> Worker:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
+        self._process.kill()
+        self._process.wait()
+        for stream in (self._process.stdin, self._process.stdout, self._log):
+            if stream is not None:
+                try:
+                    stream.close()
+                except BrokenPipeError:
+                    continue
+
+    def send(self, message: Any) -> None:
+        """Send one message to the child."""
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(msgspec.json.encode(message) + b"\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            raise self._died() from None
+
+    def receive(self) -> Any:
+        """The child's next message or its result; progress is passed on, errors are raised."""
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            message = msgspec.json.decode(line)
+            kind, value = message["kind"], message["value"]
+            if kind == "progress":
+                self._progress(*value)
+            elif kind == "error":
+                raise QuantlabError(value["message"], value["hint"])
+            else:
+                return value
+        raise self._died()
+
+    result = receive
+
+    def _died(self) -> QuantlabError:
+        code = self._process.wait()
+        self._log.seek(max(0, self._log.seek(0, os.SEEK_END) - 2000))
+        tail = self._log.read().decode("utf-8", "replace").strip().splitlines()[-8:]
+        what = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+        hint = (
+            "the system may have run out of memory"
+            if code == -signal.SIGKILL
+            else "run again with a smaller model or file a bug"
+        )
+        said = "; it said: " + " | ".join(tail) if tail else ""
+        return QuantlabError(f"the process of `{self._call}` {what}{said}", hint)
+
+
+def run_in_child(call: str, spec: Any, progress: Progress = silent) -> Any:
+    """Do one piece of work in a child process and return its result as plain JSON values."""
+    with Worker(call, spec, progress) as worker:
+        return worker.result()
+
+
+def _child() -> None:
+    # The parent alone decides what Ctrl-C means; it kills this process.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    output = os.dup(1)
+    # Libraries print to stdout; the pipe is not for them.
+    os.dup2(2, 1)
+    channel = Channel(output)
+    module, _, function = sys.argv[1].partition(":")
+    try:
+        work: Work = getattr(importlib.import_module(module), function)
+        channel.send("result", msgspec.to_builtins(work(channel.receive(), channel)))
+    except QuantlabError as error:
+        channel.send("error", {"message": error.message, "hint": error.hint})
+    # The model's own destructors are not worth waiting for.
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    _child()
