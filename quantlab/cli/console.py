@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from quantlab.core.errors import QuantlabError
 from quantlab.core.progress import Progress
+from quantlab.core.text import printable
 
 if TYPE_CHECKING:
     from rich.progress import Progress as Bars
@@ -18,23 +18,17 @@ if TYPE_CHECKING:
 
     from quantlab.core.result import Notice
 
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 _LINE_EVERY_S = 15.0
-
-
-def clean(text: str) -> str:
-    """Text from outside without control characters (a file name must not move the cursor or turn the line round)."""
-    return _CONTROL.sub("\N{REPLACEMENT CHARACTER}", text)
 
 
 def say(text: str = "") -> None:
     """Print one line of data to stdout."""
-    print(clean(text))
+    print(printable(text))
 
 
 def warn(text: str) -> None:
     """Print one line to stderr."""
-    print(clean(text), file=sys.stderr)
+    print(printable(text), file=sys.stderr)
 
 
 def print_error(error: QuantlabError) -> None:
@@ -89,7 +83,7 @@ class _Bar:
             if self._task is not None:
                 self._bars.remove_task(self._task)
             self._stage = stage
-            self._task = self._bars.add_task(clean(stage), total=total or None)
+            self._task = self._bars.add_task(printable(stage), total=total or None)
         assert self._task is not None
         self._bars.update(self._task, completed=done, total=total or None)
 

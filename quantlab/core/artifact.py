@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import struct
@@ -14,6 +15,7 @@ import msgspec
 from quantlab.core.errors import QuantlabError
 from quantlab.core.files import os_error, sha256_file, write_text
 from quantlab.core.gguf_file import read_header
+from quantlab.core.model import ModelFile
 from quantlab.core.result import ModelInfo, TensorType
 
 RECORD_NAME = "quantlab.json"
@@ -124,12 +126,13 @@ def safetensors_header(path: Path) -> dict[str, Any]:
     return tensors
 
 
-def model_info(path: Path, *, source: str | None = None, revision: str | None = None) -> ModelInfo:
+def model_info(model: ModelFile) -> ModelInfo:
     """Size, stored types and bits per weight of a GGUF file or a safetensors folder, from headers alone.
 
-    Bits per weight = 8 x bytes of all tensors / number of weights, as llama.cpp prints it. `source` is what the
-    user called it; the record, where there is one, tells method and parent.
+    Bits per weight = 8 x bytes of all tensors / number of weights, as llama.cpp prints it. The record, where there
+    is one, tells method and parent.
     """
+    path = Path(model.path)
     record = read_record(path)
     if path.is_dir():
         files = safetensors_files(path)
@@ -145,15 +148,15 @@ def model_info(path: Path, *, source: str | None = None, revision: str | None = 
     if not params:
         raise QuantlabError(f"`{path}` holds no tensors", "give a file with weights (this may be a vocabulary file)")
     return ModelInfo(
-        source=source or str(path),
-        revision=revision or (record.parent_revision if record else None),
+        source=model.source,
+        revision=model.revision or (record.parent_revision if record else None),
         format="safetensors" if path.is_dir() else "gguf",
         parent=record.parent if record else None,
         method=method,
         size_bytes=sum(file.stat().st_size for file in files),
         bits_per_weight=8 * sum(n for _, _, n in tensors) / params,
         tensor_types=_histogram((kind, n) for kind, n, _ in tensors),
-        sha256=content_sha256(path),
+        sha256=model.sha256,
     )
 
 
@@ -162,8 +165,6 @@ def content_sha256(path: Path) -> str:
 
     For a folder config.json and tokenizer.json count too: they change what the weights compute.
     """
-    import hashlib
-
     if path.is_dir():
         also = [path / name for name in ("config.json", "tokenizer.json", "tokenizer.model")]
         files = [*(file for file in also if file.is_file()), *safetensors_files(path)]

@@ -1,7 +1,8 @@
 """Texts: the sets that calib_data/cards describe, files of the user, and how each is reached.
 
-Quantize calibrates on them, evaluate measures on them. A set is looked for in calib_data (texts of our own), in the
-folder named by QUANTLAB_DATA, in the cache, and last on the Hub. Evaluation text is refused as calibration.
+Quantize calibrates on them, evaluate measures on them. A set is a text of our own in calib_data, or one that is
+looked for in the folder named by QUANTLAB_DATA, in the cache, and last on the Hub. Evaluation text is refused as
+calibration.
 """
 
 from __future__ import annotations
@@ -32,40 +33,66 @@ FALLBACK = "builtin_eval"
 _HUB_TIMEOUT_S = 5.0
 _WIKITEXT_NAME = re.compile(r"wiki(text)?[-_.]?(2|103)?[-_.]?(raw[-_.])?(v1[-_.])?(test|valid|train)", re.IGNORECASE)
 _WIKITEXT_MARKS = re.compile(r" @[-,.]@ |^ = .+ = $", re.MULTILINE)
+# Headings and @-@ marks in the first 20,000 characters beyond which a text looks like WikiText.
+_FEW_MARKS = 5
+# Of a large set on the Hub, this many rows are enough.
+_HUB_ROWS = 2000
 _JOIN = "\n\n"
 
 
-class Source(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where one text of a set lies: `file` in calib_data or QUANTLAB_DATA, else columns of a data set on the Hub.
+class Builtin(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="builtin"):
+    """A text in calib_data; `sha256` and `bytes` are of the file."""
 
-    `rows` limits how many rows of a large data set are read. A file ending in .jsonl holds one document a line,
-    {"text": ...} or {"messages": [{"role": ..., "content": ...}]}.
-    """
+    file: str
+    sha256: str
+    bytes: int
 
-    file: str | None = None
-    sha256: str | None = None
-    hub: str | None = None
-    config: str | None = None
-    split: str | None = None
-    column: str = "text"
-    revision: str | None = None
-    rows: int | None = None
+
+class Hub(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="hub"):
+    """A data set on the Hub, and files in QUANTLAB_DATA that stand for it; "" means none."""
+
+    dataset: str
+    config: str
+    column: str
+    split_calibration: str = ""
+    split_evaluation: str = ""
+    local_calibration: str = ""
+    local_calibration_sha256: str = ""
+    local_evaluation: str = ""
+    local_evaluation_sha256: str = ""
+
+    def split(self, purpose: Purpose) -> str:
+        """The split that serves `purpose`."""
+        return self.split_calibration if purpose == "calibration" else self.split_evaluation
+
+    def local(self, purpose: Purpose) -> tuple[str, str]:
+        """Name and sha256 of the local file that serves `purpose`."""
+        if purpose == "calibration":
+            return self.local_calibration, self.local_calibration_sha256
+        return self.local_evaluation, self.local_evaluation_sha256
 
 
 class Card(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One set: what it is, whose it is, and a source for each purpose it may serve."""
+    """One set: what it is, whose it is, what it may serve and how it is reached (calib_data/cards/NAME.toml)."""
 
     name: str
     description: str
     language: str
+    kind: Literal["text", "chat"]
+    role: Literal["calibration", "evaluation", "both"]
     licence: str
-    origin: str
-    calibration: Source | None = None
-    evaluation: Source | None = None
+    source: str
+    loader: Builtin | Hub
 
-    def source(self, purpose: Purpose) -> Source | None:
-        """The source for `purpose`, None where the set must not serve it."""
-        return self.calibration if purpose == "calibration" else self.evaluation
+    def serves(self, purpose: Purpose) -> bool:
+        """Whether the set may be used for `purpose`."""
+        return self.role in ("both", purpose)
+
+    def sha256(self, purpose: Purpose) -> str:
+        """The sha256 of the file that serves `purpose`, "" where none is known."""
+        if not self.serves(purpose):
+            return ""
+        return self.loader.sha256 if isinstance(self.loader, Builtin) else self.loader.local(purpose)[1]
 
 
 class Corpus(msgspec.Struct, frozen=True):
@@ -147,26 +174,24 @@ def load_text(name_or_path: str, purpose: Purpose = "calibration", *, offline: b
         return _load_file(path, known, purpose)
     if path.exists() or path.suffix or os.sep in name_or_path:
         raise QuantlabError(f"`{name_or_path}` is not a text file", "check the path")
-    usable = [card.name for card in known.values() if card.source(purpose)]
-    raise unknown_name(f"{purpose} text", name_or_path, usable)
+    raise unknown_name(f"{purpose} text", name_or_path, [card.name for card in known.values() if card.serves(purpose)])
 
 
 def _load_set(card: Card, known: dict[str, Card], purpose: Purpose, *, offline: bool) -> Corpus:
-    source = card.source(purpose)
     notes = []
-    if source is None and purpose == "calibration":
-        raise _spoils(card.name)
-    if source is None:
-        source = card.calibration
-        assert source is not None
-        notes.append(_calibration_text(card.name))
-    found = _local(card, source) or _cached(card, source)
-    try:
-        corpus = found or _from_hub(card, source, offline=offline)
-    except QuantlabError as error:
-        if purpose != "evaluation" or card.name != WIKITEXT:
-            raise
-        return _fallback(known[FALLBACK], error)
+    if not card.serves(purpose):
+        if purpose == "calibration":
+            raise _spoils(card.name)
+        notes, purpose = [_calibration_text(card.name)], "calibration"
+    if isinstance(card.loader, Builtin):
+        corpus = _builtin(card, card.loader)
+    else:
+        try:
+            corpus = _of_hub(card, card.loader, purpose, offline=offline)
+        except QuantlabError as error:
+            if purpose != "evaluation" or card.name != WIKITEXT:
+                raise
+            return _fallback(known[FALLBACK], error)
     return msgspec.structs.replace(corpus, notes=[*notes, *corpus.notes])
 
 
@@ -184,53 +209,59 @@ def _calibration_text(name: str) -> Notice:
     )
 
 
-def _local(card: Card, source: Source) -> Corpus | None:
-    """The text from calib_data or from QUANTLAB_DATA; a file with another sha256 is named so."""
-    if source.file is None:
-        return None
-    folders = [data_folder(), *([Path(os.environ[DATA_VARIABLE])] if os.environ.get(DATA_VARIABLE) else [])]
-    for folder in folders:
-        if (path := folder / source.file).is_file():
-            return _named(_read(path, card.name, card.language), source.sha256)
-    return None
+def _builtin(card: Card, loader: Builtin) -> Corpus:
+    path = data_folder() / loader.file
+    corpus = _read(path, card.name, card.language)
+    if corpus.sha256 != loader.sha256:
+        raise QuantlabError(f"`{path}` is not the text that its card describes", "install quantlab again")
+    return msgspec.structs.replace(corpus, canonical=True)
 
 
-def _cached(card: Card, source: Source) -> Corpus | None:
-    path = _cache_path(card, source)
-    if not path.is_file():
-        return None
-    # The Hub's WikiText becomes the raw file again; of other sets it holds other rows than the local file.
-    return _named(_read(path, card.name, card.language), source.sha256 if card.name == WIKITEXT else None)
+def _of_hub(card: Card, hub: Hub, purpose: Purpose, *, offline: bool) -> Corpus:
+    """The text of a set of the Hub: the local file, else the cache, else the Hub itself."""
+    name, sha256 = hub.local(purpose)
+    folder = os.environ.get(DATA_VARIABLE)
+    near = f"set {DATA_VARIABLE} to a folder with `{name}`, or name a file" if name else "name a file of your own"
+    if name and folder and (path := Path(folder) / name).is_file():
+        corpus = _read(path, card.name, card.language)
+        if corpus.sha256 == sha256:
+            return msgspec.structs.replace(corpus, canonical=True)
+        near = f"`{path}` is not the canonical text (sha256 {corpus.sha256[:12]}...): name that file to use it so"
+    cached = _cache_path(card, hub, purpose)
+    if not cached.is_file():
+        if offline or os.environ.get("HF_HUB_OFFLINE", "0").upper() in ("1", "TRUE", "YES", "ON"):
+            raise QuantlabError(
+                f"the text `{card.name}` is not on this machine, and the network is not to be used", near
+            )
+        _keep(cached, card, _hub_rows(hub, purpose, near, None if card.name == WIKITEXT else _HUB_ROWS))
+    corpus = _read(cached, card.name, card.language)
+    # The Hub's WikiText becomes the raw file again; of other sets the cache holds other rows than the local file.
+    canonical = corpus.sha256 == sha256 or card.name != WIKITEXT
+    return msgspec.structs.replace(corpus, canonical=True) if canonical else _not_canonical(corpus)
 
 
-def _named(corpus: Corpus, sha256: str | None) -> Corpus:
-    """The corpus marked canonical, or renamed where its content is not what its name says."""
-    if sha256 in (None, corpus.sha256):
-        return msgspec.structs.replace(corpus, canonical=True)
-    name = f"{corpus.name} (not canonical)"
+def _not_canonical(corpus: Corpus) -> Corpus:
     note = Notice(
         "not-canonical",
-        f"`{corpus.name}` has the sha256 {corpus.sha256[:12]}..., the canonical text has {sha256[:12]}..."
-        if sha256
-        else f"`{corpus.name}` looks like WikiText, but its sha256 {corpus.sha256[:12]}... is of no canonical file",
+        f"`{corpus.name}` looks like WikiText, but its sha256 {corpus.sha256[:12]}... is of no canonical file",
         "do not compare its perplexity with published numbers",
     )
-    return msgspec.structs.replace(corpus, name=name, canonical=False, notes=[*corpus.notes, note])
+    return msgspec.structs.replace(corpus, name=f"{corpus.name} (not canonical)", notes=[*corpus.notes, note])
 
 
 def _load_file(path: Path, known: dict[str, Card], purpose: Purpose) -> Corpus:
     corpus = _read(path, path.name, None)
     for card in known.values():
-        if card.evaluation and card.evaluation.sha256 == corpus.sha256:
+        if corpus.sha256 == card.sha256("evaluation"):
             if purpose == "calibration":
                 raise _spoils(path.name)
             return msgspec.structs.replace(corpus, name=card.name, canonical=True, language=card.language)
-        if card.calibration and card.calibration.sha256 == corpus.sha256:
+        if corpus.sha256 == card.sha256("calibration"):
             notes = [_calibration_text(path.name)] if purpose == "evaluation" else []
             return msgspec.structs.replace(corpus, canonical=True, language=card.language, notes=notes)
     marks = len(_WIKITEXT_MARKS.findall(corpus.raw[:20_000]))
-    if purpose == "evaluation" and (_WIKITEXT_NAME.match(path.name) or marks > 5):
-        return _named(corpus, "")
+    if purpose == "evaluation" and (_WIKITEXT_NAME.match(path.name) or marks > _FEW_MARKS):
+        return _not_canonical(corpus)
     return corpus
 
 
@@ -262,13 +293,13 @@ def _read_jsonl(text: str, path: Path) -> tuple[list[str], list[list[Message]]]:
             if "messages" in row:
                 conversations.append(_messages(row["messages"]))
             else:
-                documents.append(str(row["text"]))
-        except (ValueError, TypeError, KeyError) as error:
+                documents.append(row["text"].strip())
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
             hint = 'each line is {"text": "..."} or {"messages": [{"role": "...", "content": "..."}]}'
             raise QuantlabError(f"`{path}` line {number} is not readable: {error!r}", hint) from error
     if documents and conversations:
         raise QuantlabError(f"`{path}` mixes texts and conversations", "split it into two files")
-    return [d for d in documents if d.strip()], [c for c in conversations if c]
+    return [d for d in documents if d], [c for c in conversations if c]
 
 
 def _messages(value: Any) -> list[Message]:
@@ -276,42 +307,30 @@ def _messages(value: Any) -> list[Message]:
 
 
 def _fallback(card: Card, error: QuantlabError) -> Corpus:
-    assert card.evaluation is not None
-    corpus = _local(card, card.evaluation)
-    assert corpus is not None
+    assert isinstance(card.loader, Builtin)
     note = Notice(
         "builtin-text",
-        f"WikiText-2 cannot be reached ({error.message}); `{card.name}` was used: its perplexity is only comparable to itself",
-        f"set {DATA_VARIABLE} to a folder with wiki.test.raw, or use `--data FILE`",
+        f"{error.message}; `{card.name}` was used instead: compare its perplexity with no other text's",
+        error.hint,
     )
-    return msgspec.structs.replace(corpus, notes=[*corpus.notes, note])
+    return msgspec.structs.replace(_builtin(card, card.loader), notes=[note])
 
 
-def _cache_path(card: Card, source: Source) -> Path:
+def _cache_path(card: Card, hub: Hub, purpose: Purpose) -> Path:
     form = "txt" if card.name == WIKITEXT else "jsonl"
-    return cache_folder() / "corpora" / f"{card.name}-{source.split or 'train'}.{form}"
+    return cache_folder() / "corpora" / f"{card.name}-{hub.split(purpose)}.{form}"
 
 
-def _from_hub(card: Card, source: Source, *, offline: bool) -> Corpus:
-    """Read the rows through `datasets` and keep them in the cache, where `--offline` finds them."""
-    near = f"set {DATA_VARIABLE} to a folder with `{source.file}`" if source.file else "give a file of your own"
-    if source.hub is None:
-        raise QuantlabError(f"the text `{card.name}` lies in no folder known", near)
-    if offline or os.environ.get("HF_HUB_OFFLINE", "0").upper() in ("1", "TRUE", "YES", "ON"):
-        raise QuantlabError(f"the text `{card.name}` is not on this machine, and the network is not to be used", near)
-    rows = _hub_rows(source, near)
-    path = _cache_path(card, source)
+def _keep(path: Path, card: Card, rows: list[Any]) -> None:
+    """Keep rows of the Hub in the cache, where `--offline` finds them."""
     if card.name == WIKITEXT:
         write_text(path, raw_of(rows))
     else:
-        key = "messages" if rows and isinstance(rows[0], list) else "text"
+        key = "messages" if card.kind == "chat" else "text"
         write_text(path, "".join(json.dumps({key: row}, ensure_ascii=False) + "\n" for row in rows))
-    corpus = _cached(card, source)
-    assert corpus is not None
-    return corpus
 
 
-def _hub_rows(source: Source, near: str) -> list[Any]:
+def _hub_rows(hub: Hub, purpose: Purpose, near: str, limit: int | None) -> list[Any]:
     try:
         datasets = importlib.import_module("datasets")
     except ImportError:
@@ -320,12 +339,10 @@ def _hub_rows(source: Source, near: str) -> list[Any]:
 
     try:
         # `datasets` itself tries for minutes where no network is.
-        HfApi().dataset_info(source.hub or "", revision=source.revision, timeout=_HUB_TIMEOUT_S)
-        stream = datasets.load_dataset(
-            source.hub, source.config, split=source.split or "train", revision=source.revision, streaming=True
-        )
-        return [row[source.column] for row in itertools.islice(stream, source.rows)]
+        HfApi().dataset_info(hub.dataset, timeout=_HUB_TIMEOUT_S)
+        stream = datasets.load_dataset(hub.dataset, hub.config, split=hub.split(purpose), streaming=True)
+        return [row[hub.column] for row in itertools.islice(stream, limit)]
     except Exception as error:
         # Whatever it is (network, gating, a renamed column), the user's next step is the same.
         first = str(error).partition("\n")[0]
-        raise QuantlabError(f"`{source.hub}` cannot be read from the Hub: {first}", near) from error
+        raise QuantlabError(f"`{hub.dataset}` cannot be read from the Hub: {first}", near) from error

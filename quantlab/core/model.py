@@ -14,6 +14,21 @@ DEMO = "demo"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?")
 
 
+class ModelFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A model on this disk, as the spec of a run names it.
+
+    `label` is its name in tables, `source` what the user called it, `sha256` its content
+    (core.artifact.content_sha256), `note` what a reader must know of its weights.
+    """
+
+    path: str
+    label: str
+    source: str
+    sha256: str
+    revision: str | None = None
+    note: str | None = None
+
+
 class ModelRef(msgspec.Struct, frozen=True):
     """`where` is a path, a Hub id, a URL or `demo`; `revision` belongs to a Hub id only."""
 

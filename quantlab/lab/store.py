@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 import msgspec
@@ -30,7 +31,7 @@ class Store:
 
     def load(self) -> list[Result]:
         """All Results, oldest first."""
-        results = [read_result(path) for path in self.folder.glob("*.json")]
+        results = [result for path in self.folder.glob("*.json") for result in read_results(path)]
         return sorted(results, key=lambda result: result.started_at)
 
 
@@ -39,19 +40,33 @@ def encode(results: Result | list[Result]) -> str:
     return msgspec.json.format(msgspec.json.encode(results), indent=2).decode() + "\n"
 
 
-def read_result(path: Path) -> Result:
-    """One Result from a file; an error where it is none or of another schema."""
+def read_results(path: Path) -> list[Result]:
+    """The Results of one file: a stored Result, or the list that `--json` prints."""
     try:
-        return decode(path.read_bytes())
+        results = msgspec.json.decode(path.read_bytes(), type=Result | list[Result])
     except OSError as error:
         raise os_error(error, path) from error
     except (msgspec.MsgspecError, ValueError) as error:
         raise QuantlabError(f"`{path}` is no Result: {error}", "remove it, or name the right file") from error
+    results = results if isinstance(results, list) else [results]
+    for result in results:
+        if result.schema != SCHEMA:
+            raise QuantlabError(
+                f"`{path}` has the schema {result.schema}, this version reads {SCHEMA}", "measure again"
+            )
+    return results
 
 
-def decode(data: bytes) -> Result:
-    """One Result from JSON; ValueError (or msgspec's subclass of it) where it is none."""
-    result = msgspec.json.decode(data, type=Result)
-    if result.schema != SCHEMA:
-        raise ValueError(f"its schema is {result.schema}, this version reads {SCHEMA}")
-    return result
+def load_results(paths: Iterable[Path]) -> list[Result]:
+    """The Results of files and folders, oldest first; a file may hold a list, as `--json` prints it."""
+    results: list[Result] = []
+    for path in paths:
+        if path.is_dir():
+            results += Store(path).load()
+        elif path.is_file():
+            results += read_results(path)
+        else:
+            raise QuantlabError(f"`{path}` does not exist", "run `quantlab bench` or `quantlab ppl` first, or check the path")
+    if not results:
+        raise QuantlabError("there are no results to compare", "run `quantlab bench` or `quantlab ppl` first")
+    return sorted(results, key=lambda result: result.started_at)

@@ -1,0 +1,60 @@
+"""Options that several commands share, each defined once (CONTRACT: options shared by name)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from quantlab.cli.console import print_notices, progress_display, say
+
+if TYPE_CHECKING:
+    from quantlab.core.result import Result
+    from quantlab.lab.execute import Lab
+
+Results = Annotated[Path, typer.Option("--results", help="Folder of the results store.")]
+NoSave = Annotated[bool, typer.Option("--no-save", help="Do not store the results.")]
+Json = Annotated[bool, typer.Option("--json", help="Print the Results as JSON on stdout, and nothing else there.")]
+Offline = Annotated[bool, typer.Option("--offline", help="Never touch the network.")]
+Force = Annotated[bool, typer.Option("--force", help="Replace an existing output.")]
+Device = Annotated[str, typer.Option("--device", help="auto, cpu, cuda or mps.")]
+Threads = Annotated[int | None, typer.Option("--threads", "-t", min=1, help="CPU threads. [default: all cores]")]
+Seed = Annotated[int, typer.Option("--seed", help="Seed of everything that is drawn.")]
+
+RESULTS = Path("runs")
+
+
+@contextmanager
+def laboratory(results: Path, *, no_save: bool, offline: bool) -> Iterator[Lab]:
+    """A Lab whose progress is drawn on stderr."""
+    from quantlab.lab.execute import Lab
+    from quantlab.lab.store import Store
+
+    with progress_display() as progress:
+        yield Lab(None if no_save else Store(results), offline=offline, progress=progress)
+
+
+def show(results: list[Result], *, as_json: bool) -> None:
+    """Print Results: as JSON alone, or as a table with the warnings on stderr."""
+    if as_json:
+        from quantlab.lab.store import encode
+
+        say_json(encode(results[0] if len(results) == 1 else results))
+        return
+    from quantlab.cli.tables import print_comparison
+
+    print_comparison(results)
+    print_notices([(result.label, notice) for result in results for notice in result.warnings])
+
+
+def say_json(text: str) -> None:
+    """Print JSON as it is: its own escapes already hold every control character."""
+    import sys
+
+    sys.stdout.write(text)
+
+
+__all__ = ["RESULTS", "laboratory", "say", "say_json", "show"]

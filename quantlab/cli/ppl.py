@@ -1,0 +1,46 @@
+"""`quantlab ppl MODEL...`: perplexity, and with --against the divergence from the parent."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from quantlab.cli import options as opt
+
+
+def ppl(
+    models: Annotated[list[str], typer.Argument(metavar="MODEL...", help="Models to measure, one after another.")],
+    data: Annotated[str, typer.Option("--data", help="wikitext2, a NAME of calib_data, or a text file.")] = "wikitext2",
+    protocol: Annotated[str, typer.Option("--protocol", help="hf, llama.cpp, seed or stride.")] = "hf",
+    n_ctx: Annotated[int | None, typer.Option("--n-ctx", "-c", min=2, help="Window. [default: the protocol's]")] = None,
+    stride: Annotated[int | None, typer.Option("--stride", min=1, help="Step of protocol `stride`.")] = None,
+    limit: Annotated[int | None, typer.Option("--limit", min=1, help="Only the first N windows.")] = None,
+    against: Annotated[
+        str | None, typer.Option("--against", help="Parent model: adds KL divergence and top-token agreement.")
+    ] = None,
+    device: opt.Device = "auto",
+    threads: opt.Threads = None,
+    offline: opt.Offline = False,
+    results: opt.Results = opt.RESULTS,
+    no_save: opt.NoSave = False,
+    as_json: opt.Json = False,
+) -> None:
+    """Measure perplexity on identical token ids."""
+    from quantlab.lab.steps import ppl_step
+
+    with opt.laboratory(results, no_save=no_save, offline=offline) as lab:
+        options = {
+            "data": data,
+            "protocol": protocol,
+            "n_ctx": n_ctx,
+            "stride": stride,
+            "limit": limit,
+            "against": lab.model(against) if against else None,
+            "device": device,
+            "threads": threads,
+            "offline": offline,
+        }
+        steps = [ppl_step(lab.model(model), options) for model in models]
+        done = [result for step in steps for result in lab.execute(step)]
+    opt.show(done, as_json=as_json)

@@ -1,0 +1,149 @@
+"""Which Results speak of the same artifact: one artifact joins its quantize, inspect, bench and ppl Results."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import NamedTuple
+
+from quantlab.core.errors import QuantlabError, UsageError, unknown_name
+from quantlab.core.result import ModelInfo, Result
+from quantlab.core.text import printable
+
+KINDS = ("quantize", "inspect", "bench", "ppl")
+_HASH_DIGITS = 8
+
+
+class Cell(NamedTuple):
+    """One point of a bench: tokens of a prompt, new tokens, sequences; None where the spec names none."""
+
+    prompt_tokens: int | None
+    new_tokens: int | None
+    batch: int | None
+
+    def __str__(self) -> str:
+        prompt, new, batch = ("?" if n is None else n for n in self)
+        return f"{prompt}+{new} x{batch}"
+
+
+class Setting(NamedTuple):
+    """What two perplexities must have in common: protocol, window, stride, count of windows and text."""
+
+    protocol: str
+    n_ctx: str
+    stride: str
+    windows: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.protocol}, n_ctx {self.n_ctx}, {self.windows} windows, text {self.text[:_HASH_DIGITS]}"
+
+
+@dataclass
+class Artifact:
+    """All that is known of one model content; of several Results of one kind and setting the newest."""
+
+    label: str
+    sha256: str | None
+    model: ModelInfo
+    labels: set[str] = field(default_factory=set)
+    bench: dict[Cell, Result] = field(default_factory=dict)
+    ppl: dict[Setting, Result] = field(default_factory=dict)
+    quantize: Result | None = None
+
+
+def join(results: Iterable[Result]) -> list[Artifact]:
+    """The artifacts in the order of their first Result.
+
+    The sha256 is the identity; a Result without one belongs to the artifact of its label where there is just one.
+    Equal labels of different content are told apart by the first digits of the hash.
+    """
+    results = list(results)
+    hashes: dict[str, set[str]] = {}
+    for result in results:
+        if result.model.sha256:
+            hashes.setdefault(printable(result.label), set()).add(result.model.sha256)
+    groups: dict[str, list[Result]] = {}
+    for result in results:
+        label = printable(result.label)
+        known = hashes.get(label, set())
+        sha256 = result.model.sha256 or (next(iter(known)) if len(known) == 1 else None)
+        groups.setdefault(f"sha256 {sha256}" if sha256 else f"label {label}", []).append(result)
+    artifacts = [_artifact(group) for group in groups.values()]
+    _tell_apart(artifacts)
+    return artifacts
+
+
+def _artifact(group: list[Result]) -> Artifact:
+    # The label of a perplexity may carry its limits, so another kind's label names the row where there is one.
+    ordered = sorted(group, key=started)
+    naming = max(ordered, key=lambda result: (result.kind != "ppl", started(result)))
+    artifact = Artifact(
+        label=printable(naming.label),
+        sha256=next((r.model.sha256 for r in ordered if r.model.sha256), None),
+        model=ordered[-1].model,
+        labels={printable(result.label) for result in ordered},
+    )
+    for result in ordered:
+        if result.kind == "bench":
+            artifact.bench[cell_of(result)] = result
+        elif result.kind == "ppl":
+            artifact.ppl[setting_of(result)] = result
+        elif result.kind == "quantize":
+            artifact.quantize = result
+    return artifact
+
+
+def _tell_apart(artifacts: list[Artifact]) -> None:
+    by_label: dict[str, list[Artifact]] = {}
+    for artifact in artifacts:
+        by_label.setdefault(artifact.label, []).append(artifact)
+    for same in by_label.values():
+        for artifact in same if len(same) > 1 else ():
+            if artifact.sha256:
+                artifact.label += f"@{artifact.sha256[:_HASH_DIGITS]}"
+
+
+def baseline_of(artifacts: list[Artifact], label: str | None) -> Artifact:
+    """The artifact the others are measured against.
+
+    Named by `label`; else the unquantized one (of several the one that most others call their parent); else the first.
+    """
+    if label is None:
+        plain = [artifact for artifact in artifacts if artifact.model.method == "none"]
+        if len(plain) < 2:
+            return (plain or artifacts)[0]
+        parents = [a.model.parent for a in artifacts if a.model.parent]
+        return max(plain, key=lambda a: sum(parent in a.labels or parent == a.model.source for parent in parents))
+    label = printable(label)
+    found = [a for a in artifacts if a.label == label] or [a for a in artifacts if label in a.labels]
+    if not found:
+        raise unknown_name("baseline", label, {a.label for a in artifacts})
+    if len(found) > 1:
+        names = ", ".join(f"`{artifact.label}`" for artifact in found)
+        raise UsageError(f"the baseline `{label}` is the label of {len(found)} artifacts", f"say which: {names}")
+    return found[0]
+
+
+def cell_of(result: Result) -> Cell:
+    """The cell of a bench Result, from its spec."""
+    values = (result.spec.get(name) for name in Cell._fields)
+    return Cell(*(value if isinstance(value, int) else None for value in values))
+
+
+def setting_of(result: Result) -> Setting:
+    """The setting of a ppl Result, from its details, else its spec."""
+    known = {**result.spec, **result.details}
+    values = (known.get(name) for name in ("protocol", "n_ctx", "stride", "windows", "text_hash"))
+    return Setting(*("?" if value is None else printable(str(value)) for value in values))
+
+
+def started(result: Result) -> datetime:
+    """When a run began; a time without zone is read as UTC."""
+    try:
+        time = datetime.fromisoformat(result.started_at)
+    except ValueError as error:
+        message = f"the Result `{result.id}` began at `{result.started_at}`, which is no ISO 8601 time"
+        raise QuantlabError(message, "remove it from the results") from error
+    return time if time.tzinfo else time.replace(tzinfo=UTC)

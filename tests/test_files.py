@@ -1,0 +1,99 @@
+"""Atomic writing: what a failure, a kill and a full disk leave behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from quantlab.core.errors import QuantlabError
+from quantlab.core.files import check_output, check_space, sha256_file, write_text, written
+
+
+def test_a_file_appears_only_when_it_is_complete(tmp_path: Path) -> None:
+    out = tmp_path / "a.txt"
+    with written(out) as temporary:
+        temporary.write_text("half")
+        assert not out.exists()
+    assert out.read_text() == "half"
+    assert os.listdir(tmp_path) == ["a.txt"]
+
+
+def test_a_failure_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
+    out = tmp_path / "a.txt"
+    write_text(out, "old")
+    with pytest.raises(ZeroDivisionError), written(out) as temporary:
+        temporary.write_text("new")
+        raise ZeroDivisionError
+    assert out.read_text() == "old"
+    assert os.listdir(tmp_path) == ["a.txt"]
+
+
+def test_kill_leaves_no_finished_file_and_the_next_run_cleans_up(tmp_path: Path) -> None:
+    out = tmp_path / "a.txt"
+    script = (
+        "import os, signal, sys\nfrom pathlib import Path\nfrom quantlab.core.files import written\n"
+        "with written(Path(sys.argv[1])) as t:\n t.write_text('half')\n os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    killed = subprocess.run([sys.executable, "-c", script, str(out)], check=False)
+    assert killed.returncode == -signal.SIGKILL
+    assert not out.exists()
+    assert len(os.listdir(tmp_path)) == 1
+    write_text(out, "whole")
+    assert os.listdir(tmp_path) == ["a.txt"]
+
+
+def test_a_temporary_file_of_a_living_process_stays(tmp_path: Path) -> None:
+    other = tmp_path / f".a.txt.{os.getppid()}.partial"
+    other.write_text("in use")
+    write_text(tmp_path / "a.txt", "mine")
+    assert other.read_text() == "in use"
+
+
+def test_a_full_disk_is_an_error_with_a_hint_and_leaves_nothing(tmp_path: Path) -> None:
+    script = (
+        "import resource, signal, sys\nfrom pathlib import Path\nfrom quantlab.core.files import write_text\n"
+        "from quantlab.core.errors import QuantlabError\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\nresource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))\n"
+        "try:\n write_text(Path(sys.argv[1]), 'x' * 1000)\nexcept QuantlabError as e:\n print(e.message)\n"
+    )
+    out = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path / "a.txt")], capture_output=True, text=True, check=True
+    )
+    assert "a.txt" in out.stdout
+    assert os.listdir(tmp_path) == []
+
+
+def test_output_is_checked_before_any_work(tmp_path: Path) -> None:
+    (tmp_path / "there").write_text("")
+    with pytest.raises(QuantlabError, match="exists") as caught:
+        check_output(tmp_path / "there", force=False)
+    assert "--force" in caught.value.hint
+    check_output(tmp_path / "there", force=True)
+    with pytest.raises(QuantlabError, match="is a folder"):
+        check_output(tmp_path, force=True)
+    check_output(tmp_path / "new" / "deep", force=False)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_no_permission_is_named(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    with pytest.raises(QuantlabError, match="permission"):
+        check_output(tmp_path / "a", force=False)
+
+
+def test_too_little_space_is_named_with_both_numbers(tmp_path: Path) -> None:
+    with pytest.raises(QuantlabError, match=r"GB free.*needs about 1000000000\.00 GB"):
+        check_space(tmp_path, 10**18)
+    check_space(tmp_path, 1)
+
+
+def test_sha256_of_a_known_text(tmp_path: Path) -> None:
+    write_text(tmp_path / "abc", "abc")
+    assert sha256_file(tmp_path / "abc") == "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
+    with pytest.raises(QuantlabError, match="missing"):
+        sha256_file(tmp_path / "missing")
