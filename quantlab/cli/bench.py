@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from quantlab.cli import options as opt
+from quantlab.cli.show import show_results
 
 
 def bench(
@@ -15,8 +16,10 @@ def bench(
     new_tokens: Annotated[int, typer.Option("--new-tokens", "-n", min=1, help="Tokens to generate.")] = 128,
     batch: Annotated[str, typer.Option("--batch", "-b", help="Sequences at once: 1,4.")] = "1",
     repeats: Annotated[int, typer.Option("--repeats", "-r", min=1, help="Measured repetitions.")] = 5,
-    warmup: Annotated[int, typer.Option("--warmup", min=1, help="Repetitions before them, discarded.")] = 1,
-    prompt: Annotated[str | None, typer.Option("--prompt", help="Prompt TEXT or @FILE instead of built-in text.")] = None,
+    warmup: Annotated[int, typer.Option("--warmup", min=0, help="Repetitions before them, discarded.")] = 1,
+    prompt: Annotated[
+        str | None, typer.Option("--prompt", help="Prompt TEXT or @FILE instead of built-in text.")
+    ] = None,
     ignore_eos: Annotated[
         bool, typer.Option("--ignore-eos/--no-ignore-eos", help="Generate all tokens, whatever the model says.")
     ] = True,
@@ -49,4 +52,4 @@ def bench(
     with opt.laboratory(results, no_save=no_save, offline=offline) as lab:
         steps = list(bench_steps([lab.model(model) for model in models], options))
         done = [result for step in steps for result in lab.execute(step)]
-    opt.show(done, as_json=as_json)
+    show_results(done, as_json=as_json)

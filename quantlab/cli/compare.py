@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from quantlab.cli import options as opt
+from quantlab.cli.show import show_comparison
 from quantlab.core.errors import LimitError
 
 
@@ -15,7 +16,9 @@ def compare(
     paths: Annotated[
         list[Path] | None, typer.Argument(metavar="[RESULT...]", help="Result files or folders. [default: the store]")
     ] = None,
-    baseline: Annotated[str | None, typer.Option("--baseline", help="Label to compare with. [default: the parent]")] = None,
+    baseline: Annotated[
+        str | None, typer.Option("--baseline", help="Label to compare with. [default: the parent]")
+    ] = None,
     format_: Annotated[str, typer.Option("--format", help="table, md, csv, json or html.")] = "table",
     fail_above: Annotated[
         list[str] | None,
@@ -29,13 +32,12 @@ def compare(
     as_json: Annotated[bool, typer.Option("--json", help="The same as --format json.")] = False,
 ) -> None:
     """Join stored results into one table: size, speed, memory and quality against the parent."""
-    from quantlab.cli.tables import emit_comparison
     from quantlab.lab.store import load_results
     from quantlab.report.comparison import compare as join
     from quantlab.report.limits import crossed, parse_limit
 
     limits = [parse_limit(text) for text in fail_above or []]
     comparison = join(load_results(paths or [results]), baseline=baseline, allow_env_diff=allow_env_diff)
-    emit_comparison(comparison, "json" if as_json else format_, out)
+    show_comparison(comparison, "json" if as_json else format_, out)
     if broken := crossed(comparison, limits):
         raise LimitError("; ".join(broken), "the limit is `--fail-above`")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import typer
 
 from quantlab.cli.console import say
+from quantlab.cli.show import write_out
 
 
 def doctor(as_json: bool = typer.Option(False, "--json", help="Print the checks as JSON.")) -> None:
@@ -15,9 +16,7 @@ def doctor(as_json: bool = typer.Option(False, "--json", help="Print the checks 
     if as_json:
         import msgspec
 
-        from quantlab.cli.options import say_json
-
-        say_json(msgspec.json.format(msgspec.json.encode(report), indent=2).decode() + "\n")
+        write_out(msgspec.json.format(msgspec.json.encode(report), indent=2).decode() + "\n")
         return
     for name, value in report.machine.items():
         say(f"{name:<12} {value}")

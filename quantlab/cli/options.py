@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from quantlab.cli.console import print_notices, progress_display, say
+from quantlab.cli.console import progress_display
 
 if TYPE_CHECKING:
-    from quantlab.core.result import Result
     from quantlab.lab.execute import Lab
 
 Results = Annotated[Path, typer.Option("--results", help="Folder of the results store.")]
@@ -35,26 +34,3 @@ def laboratory(results: Path, *, no_save: bool, offline: bool) -> Iterator[Lab]:
 
     with progress_display() as progress:
         yield Lab(None if no_save else Store(results), offline=offline, progress=progress)
-
-
-def show(results: list[Result], *, as_json: bool) -> None:
-    """Print Results: as JSON alone, or as a table with the warnings on stderr."""
-    if as_json:
-        from quantlab.lab.store import encode
-
-        say_json(encode(results[0] if len(results) == 1 else results))
-        return
-    from quantlab.cli.tables import print_comparison
-
-    print_comparison(results)
-    print_notices([(result.label, notice) for result in results for notice in result.warnings])
-
-
-def say_json(text: str) -> None:
-    """Print JSON as it is: its own escapes already hold every control character."""
-    import sys
-
-    sys.stdout.write(text)
-
-
-__all__ = ["RESULTS", "laboratory", "say", "say_json", "show"]

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from quantlab.cli import options as opt
+from quantlab.cli.show import show_results
 
 
 def ppl(
@@ -43,4 +44,4 @@ def ppl(
         }
         steps = [ppl_step(lab.model(model), options) for model in models]
         done = [result for step in steps for result in lab.execute(step)]
-    opt.show(done, as_json=as_json)
+    show_results(done, as_json=as_json)

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from quantlab.cli import options as opt
+from quantlab.cli.show import show_results
 
 
 def quantize(
@@ -19,9 +20,16 @@ def quantize(
         list[str] | None,
         typer.Option("--calib", help="Calibration set NAME|PATH[:WEIGHT]; repeat to mix. Only used with --imatrix."),
     ] = None,
-    calib_samples: Annotated[int, typer.Option("--calib-samples", min=1, help="Samples of calib-length tokens.")] = 128,
-    calib_length: Annotated[int, typer.Option("--calib-length", min=2, help="Tokens of a sample.")] = 512,
-    imatrix: Annotated[bool, typer.Option("--imatrix/--no-imatrix", help="Weigh errors by an importance matrix.")] = False,
+    calib_samples: Annotated[
+        int | None, typer.Option("--calib-samples", min=1, help="Samples. [default: what the texts give, up to 128]")
+    ] = None,
+    calib_length: Annotated[int, typer.Option("--calib-length", min=16, help="Tokens of a sample.")] = 512,
+    outtype: Annotated[
+        str, typer.Option("--outtype", help="GGUF that a folder becomes first: F16, BF16, F32.")
+    ] = "F16",
+    imatrix: Annotated[
+        bool, typer.Option("--imatrix/--no-imatrix", help="Weigh errors by an importance matrix.")
+    ] = False,
     skip: Annotated[
         list[str] | None, typer.Option("--skip", help="Keep tensors matching this pattern in 16 bits; repeatable.")
     ] = None,
@@ -53,6 +61,7 @@ def quantize(
                 "calib": calib or [],
                 "calib_samples": calib_samples,
                 "calib_length": calib_length,
+                "outtype": outtype,
                 "imatrix": imatrix,
                 "skip": skip or [],
                 "allow_requantize": allow_requantize,
@@ -67,4 +76,4 @@ def quantize(
     if dry_run:
         opt.show_prediction(step, as_json=as_json)
     else:
-        opt.show(done, as_json=as_json)
+        show_results(done, as_json=as_json)

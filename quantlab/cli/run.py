@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from quantlab.cli import options as opt
+from quantlab.cli.show import keep_copies, show_results
 
 
 def run(
@@ -18,11 +19,10 @@ def run(
     as_json: opt.Json = False,
 ) -> None:
     """Run every step that has no finished result yet, then print the table and keep Markdown and JSON copies."""
-    from quantlab.cli.tables import keep_copies
     from quantlab.lab.recipe import read_recipe, run_recipe
 
     recipe = read_recipe(path)
     with opt.laboratory(results, no_save=False, offline=offline) as lab:
         done = run_recipe(recipe, lab, force=force)
-    opt.show(done, as_json=as_json)
+    show_results(done, as_json=as_json)
     keep_copies(done, results / "tables" / recipe.name)

@@ -31,7 +31,7 @@ TYPES: dict[int, tuple[str, int, int]] = {
     20: ("IQ4_NL", 32, 18), 21: ("IQ3_S", 256, 110), 22: ("IQ2_S", 256, 82), 23: ("IQ4_XS", 256, 136),
     24: ("I8", 1, 1), 25: ("I16", 1, 2), 26: ("I32", 1, 4), 27: ("I64", 1, 8), 28: ("F64", 1, 8),
     29: ("IQ1_M", 256, 56), 30: ("BF16", 1, 2), 34: ("TQ1_0", 256, 54), 35: ("TQ2_0", 256, 66),
-    39: ("MXFP4", 32, 17), 40: ("NVFP4", 64, 36), 41: ("Q1_0", 128, 18),
+    39: ("MXFP4", 32, 17), 40: ("NVFP4", 64, 36), 41: ("Q1_0", 128, 18), 42: ("Q2_0", 64, 18),
 }  # fmt: skip
 
 
@@ -81,10 +81,10 @@ class _Cursor:
     def string(self) -> str:
         return self.take(self.scalar("Q")).decode("utf-8", "surrogateescape")
 
-    def value(self, kind: int, *, nested: bool = False) -> Any:
+    def value(self, kind: int) -> Any:
         if kind == _STRING:
             return self.string()
-        if kind == _ARRAY and not nested:
+        if kind == _ARRAY:
             return self.array()
         if kind in _SCALARS:
             return self.scalar(_SCALARS[kind])
@@ -98,9 +98,24 @@ class _Cursor:
             if count * struct.calcsize(code) > len(self.data) - self.at:
                 raise self.fail(f"an array of {count} items does not fit in it")
             return list(struct.unpack(f"<{count}{code}", self.take(count * struct.calcsize("<" + code))))
+        if kind != _STRING:
+            raise self.fail(f"an array of metadata type {kind} at byte {self.at}")
         if count * 8 > len(self.data) - self.at:
             raise self.fail(f"an array of {count} items does not fit in it")
-        return [self.value(kind, nested=True) for _ in range(count)]
+        return self.strings(count)
+
+    def strings(self, count: int) -> list[str]:
+        """`count` strings: the vocabulary, so without a call for each."""
+        data, at, end, found = self.data, self.at, len(self.data), []
+        length_at = struct.Struct("<Q").unpack_from
+        for _ in range(count):
+            start = at + 8
+            at = start + length_at(data, at)[0] if start <= end else end + 1
+            if at > end:
+                raise self.fail("it ends inside an array of strings")
+            found.append(data[start:at].decode("utf-8", "surrogateescape"))
+        self.at = at
+        return found
 
 
 def read_header(path: Path) -> GGUFHeader:
@@ -163,3 +178,25 @@ def _tensor(cursor: _Cursor, name: str, shape: tuple[int, ...], type_id: int, of
     if not shape or any(n <= 0 for n in shape) or shape[0] % block:
         raise cursor.fail(f"tensor `{name}` of type {type_name} has the shape {shape}")
     return TensorInfo(name, shape, type_name, offset, math.prod(shape) // block * block_bytes)
+
+
+def kv_bytes_per_token(header: GGUFHeader, element_bytes: int = 2) -> int:
+    """Bytes of K and V that one token adds over all layers, by default in f16; a sliding window bounds their number.
+
+    Raises QuantlabError where the metadata cannot describe a transformer.
+    """
+    metadata = header.metadata
+    arch = metadata.get("general.architecture", "")
+    heads = metadata.get(f"{arch}.attention.head_count", 1)
+    kv_heads = metadata.get(f"{arch}.attention.head_count_kv", heads)
+    try:
+        head_dim = metadata.get(f"{arch}.embedding_length", 0) // (max(heads) if isinstance(heads, list) else heads)
+        key = metadata.get(f"{arch}.attention.key_length", head_dim)
+        value = metadata.get(f"{arch}.attention.value_length", head_dim)
+        layers = metadata.get(f"{arch}.block_count", 0)
+        total = sum(kv_heads) if isinstance(kv_heads, list) else kv_heads * layers
+        return int(total * (key + value) * element_bytes)
+    except (TypeError, ValueError, ZeroDivisionError) as error:
+        raise QuantlabError(
+            f"the metadata of a GGUF file is damaged: {error}", "download or convert it again"
+        ) from error

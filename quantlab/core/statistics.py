@@ -63,7 +63,7 @@ def paired_ratio(numerator: Sequence[float], denominator: Sequence[float]) -> In
     if len(numerator) != len(denominator):
         raise ValueError(f"{len(numerator)} and {len(denominator)} samples are not pairs")
     logs = [math.log(a / b) for a, b in zip(numerator, denominator, strict=True)]
-    return _exp(mean_interval(logs))
+    return exp_interval(mean_interval(logs))
 
 
 def unpaired_ratio(numerator: Sequence[float], denominator: Sequence[float]) -> Interval:
@@ -80,10 +80,11 @@ def unpaired_ratio(numerator: Sequence[float], denominator: Sequence[float]) -> 
         return Interval(math.exp(difference), math.exp(difference), math.exp(difference))
     freedom = (va + vb) ** 2 / (va**2 / (len(a) - 1) + vb**2 / (len(b) - 1))
     half = _t_quantile(freedom) * math.sqrt(va + vb)
-    return _exp(Interval(difference, difference - half, difference + half))
+    return exp_interval(Interval(difference, difference - half, difference + half))
 
 
-def _exp(interval: Interval) -> Interval:
+def exp_interval(interval: Interval) -> Interval:
+    """The interval of exp(x) from that of x: of a ratio from a difference of logarithms."""
     return Interval(
         math.exp(interval.estimate),
         None if interval.low is None else math.exp(interval.low),

@@ -51,8 +51,7 @@ def milliseconds(value_s: float, half_width_s: float | None = None) -> str:
 
 def percent(share: float, half_width: float | None = None, digits: int = 4) -> str:
     """A share of one: `86.18%`."""
-    text = measured(share * 100, half_width and half_width * 100, digits)
-    return f"({text})%" if "±" in text else f"{text}%"
+    return f"{measured(share * 100, half_width and half_width * 100, digits)}%"
 
 
 def change(ratio: float) -> str:

@@ -20,7 +20,7 @@ import zipfile
 import zlib
 from pathlib import Path
 
-from huggingface_hub import HfApi
+from huggingface_hub import hf_hub_url
 from huggingface_hub.utils import get_session
 
 from quantlab.core.artifact import read_record
@@ -79,8 +79,8 @@ def _hub_answers() -> bool:
 
     def ask() -> None:
         with contextlib.suppress(Exception):
-            url = f"{HfApi().endpoint}/api/models/{HUB_ID}/revision/{HUB_COMMIT}"
-            answers.append(get_session().head(url, timeout=3).status_code == 200)
+            url = hf_hub_url(HUB_ID, "config.json", revision=HUB_COMMIT)
+            answers.append(get_session().head(url, timeout=3).status_code < 400)
 
     # A thread, because no time-out ends a name look-up.
     thread = threading.Thread(target=ask, daemon=True)

@@ -56,9 +56,7 @@ def _llamacpp(env: Environment) -> Check:
     gpu = bool(lib.llama_supports_gpu_offload())
     reason = f"{env.packages['llama-cpp-python']}, {'with GPU offload' if gpu else 'CPU only'}"
     if env.gpu and not gpu:
-        return Check(
-            "llama.cpp", True, reason, "a GPU is here: rebuild with CMAKE_ARGS=-DGGML_CUDA=on to use it"
-        )
+        return Check("llama.cpp", True, reason, "a GPU is here: rebuild with CMAKE_ARGS=-DGGML_CUDA=on to use it")
     return Check("llama.cpp", True, reason)
 
 

@@ -29,7 +29,7 @@ Spec = msgspec.Struct
 S = TypeVar("S", bound=msgspec.Struct)
 
 # Where a spec lies or writes does not change what it measures.
-_NOT_IDENTITY = ("path", "out", "force")
+_NOT_IDENTITY = ("path", "source", "out", "force", "offline")
 
 
 class Step(NamedTuple):

@@ -30,7 +30,6 @@ _SMALL_FILES = ["*.json", "*.txt", "*.model", "*.jinja"]
 _INDEX = "model.safetensors.index.json"
 _RETRIES = 5
 _TIMEOUT_S = 30
-_BLOCK_BYTES = 1 << 20
 
 
 def download(repo: str, revision: str | None, *, offline: bool, progress: Progress) -> tuple[Path, str]:
@@ -152,7 +151,7 @@ class _Download:
             # A server that does not know ranges sends the whole file.
             have = have if response.status_code == 206 else 0
             with partial.open("ab" if have else "wb") as out:
-                for block in response.iter_bytes(_BLOCK_BYTES):
+                for block in response.iter_bytes():
                     have += out.write(block)
                     self.report(have)
 

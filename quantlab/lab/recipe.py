@@ -47,7 +47,9 @@ def read_recipe(path: Path) -> Recipe:
     try:
         recipe = msgspec.convert(content, Recipe)
     except msgspec.ValidationError as error:
-        raise UsageError(f"`{path}` is not a recipe: {error}", f"its keys: {', '.join(Recipe.__struct_fields__)}") from error
+        raise UsageError(
+            f"`{path}` is not a recipe: {error}", f"its keys: {', '.join(Recipe.__struct_fields__)}"
+        ) from error
     if not recipe.models:
         raise UsageError(f"`{path}` lists no models", "for example `models: [demo]`")
     return recipe

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
+
+import msgspec
 
 from quantlab.bench.spec import BenchSpec
 from quantlab.core.artifact import content_sha256
+from quantlab.core.errors import unknown_name
 from quantlab.core.model import ModelFile
-from quantlab.evaluate.spec import PplSpec
+from quantlab.evaluate.spec import PplSpec, Protocol
 from quantlab.lab.execute import Step, make_spec
-from quantlab.quantize.spec import QuantizeSpec, check_spec
+from quantlab.quantize.spec import InspectSpec, QuantizeSpec, check_spec
 
 ARTIFACTS = Path("artifacts")
 
@@ -20,11 +23,9 @@ Options = dict[str, Any]
 
 def quantize_step(model: ModelFile, options: Options) -> Step:
     """A quantize step; without `out` the artifact goes to artifacts/MODEL-TYPE.gguf."""
-    spec = make_spec(QuantizeSpec, {"model": model, "out": "", **options})
-    spec = check_spec(spec)
-    if not spec.out:
-        spec = make_spec(QuantizeSpec, {**_fields(spec), "out": str(ARTIFACTS / f"{model.label}-{spec.type}.gguf")})
-    return Step("quantize", spec)
+    spec = check_spec(make_spec(QuantizeSpec, {"model": model, "out": "", **options}))
+    out = spec.out or str(ARTIFACTS / f"{model.label}-{spec.type}.gguf")
+    return Step("quantize", msgspec.structs.replace(spec, out=out))
 
 
 def artifact_file(spec: QuantizeSpec) -> ModelFile:
@@ -43,19 +44,15 @@ def artifact_file(spec: QuantizeSpec) -> ModelFile:
 def bench_steps(models: list[ModelFile], options: Options) -> Iterator[Step]:
     """One bench step for each cell: the models of a cell run interleaved."""
     spec = make_spec(BenchSpec, {"models": models, **options})
-    for prompt_tokens in spec.prompt_tokens:
-        for batch in spec.batch:
-            cell = {**_fields(spec), "prompt_tokens": [prompt_tokens], "batch": [batch]}
-            yield Step("bench", make_spec(BenchSpec, cell))
+    for cell in spec.cells():
+        yield Step("bench", cell)
 
 
 def ppl_step(model: ModelFile, options: Options) -> Step:
     """A perplexity step for one model."""
+    if "protocol" in options and options["protocol"] not in get_args(Protocol):
+        raise unknown_name("protocol", str(options["protocol"]), get_args(Protocol))
     return Step("ppl", make_spec(PplSpec, {"model": model, **options}))
-
-
-def _fields(spec: Any) -> Options:
-    return {name: getattr(spec, name) for name in spec.__struct_fields__}
 
 
 def inspect_step(model: ModelFile) -> Step:

@@ -66,7 +66,9 @@ def load_results(paths: Iterable[Path]) -> list[Result]:
         elif path.is_file():
             results += read_results(path)
         else:
-            raise QuantlabError(f"`{path}` does not exist", "run `quantlab bench` or `quantlab ppl` first, or check the path")
+            raise QuantlabError(
+                f"`{path}` does not exist", "run `quantlab bench` or `quantlab ppl` first, or check the path"
+            )
     if not results:
         raise QuantlabError("there are no results to compare", "run `quantlab bench` or `quantlab ppl` first")
     return sorted(results, key=lambda result: result.started_at)

@@ -28,16 +28,17 @@ class Cell(NamedTuple):
 
 
 class Setting(NamedTuple):
-    """What two perplexities must have in common: protocol, window, stride, count of windows and text."""
+    """What two perplexities must have in common; `text` is the first digits of its hash. None: not told."""
 
-    protocol: str
-    n_ctx: str
-    stride: str
-    windows: str
-    text: str
+    protocol: int | str | None
+    n_ctx: int | str | None
+    stride: int | str | None
+    windows: int | str | None
+    text: int | str | None
 
     def __str__(self) -> str:
-        return f"{self.protocol}, n_ctx {self.n_ctx}, {self.windows} windows, text {self.text[:_HASH_DIGITS]}"
+        protocol, n_ctx, _, windows, text = ("?" if value is None else value for value in self)
+        return f"{protocol}, n_ctx {n_ctx}, {windows} windows, text {text}"
 
 
 @dataclass
@@ -127,16 +128,23 @@ def baseline_of(artifacts: list[Artifact], label: str | None) -> Artifact:
 
 
 def cell_of(result: Result) -> Cell:
-    """The cell of a bench Result, from its spec."""
-    values = (result.spec.get(name) for name in Cell._fields)
-    return Cell(*(value if isinstance(value, int) else None for value in values))
+    """The cell of a bench Result, from its details, else its spec (where a sweep of one size is a list)."""
+    known = {**result.spec, **result.details}
+    values = [known.get(name) for name in Cell._fields]
+    values = [value[0] if isinstance(value, list) and len(value) == 1 else value for value in values]
+    prompt_tokens, new_tokens, batch = (value if isinstance(value, int) else None for value in values)
+    return Cell(prompt_tokens, new_tokens, batch)
 
 
 def setting_of(result: Result) -> Setting:
     """The setting of a ppl Result, from its details, else its spec."""
     known = {**result.spec, **result.details}
-    values = (known.get(name) for name in ("protocol", "n_ctx", "stride", "windows", "text_hash"))
-    return Setting(*("?" if value is None else printable(str(value)) for value in values))
+    names = ("protocol", "n_ctx", "stride", "windows", "text_hash")
+    values = (known.get(name) for name in names)
+    protocol, n_ctx, stride, windows, text = (
+        v if v is None or isinstance(v, int) else printable(str(v)) for v in values
+    )
+    return Setting(protocol, n_ctx, stride, windows, text[:_HASH_DIGITS] if isinstance(text, str) else text)
 
 
 def started(result: Result) -> datetime:

@@ -7,6 +7,7 @@ from typing import Literal, NamedTuple
 
 from quantlab.core import units
 from quantlab.core.result import Better
+from quantlab.core.statistics import Interval
 
 # What a difference from the baseline amounts to. `no_interval`: one repetition has no uncertainty; `not_compared`:
 # the two numbers do not measure the same thing, or the baseline has none; `differs`: neither direction is better;
@@ -21,14 +22,15 @@ class Metric(NamedTuple):
 
     `name` is the contract's; `show` writes a value and the half width of its interval; `words` say what lies below
     and above the baseline, None where the value is no matter of ratios. `stated`: its verdict is worth a sentence.
+    What is not `shown` has no column in the table; JSON, CSV and limits know it.
     """
 
     name: str
     title: str
-    source: Literal["model", "bench", "ppl"]
     show: Callable[[float, float | None], str]
     words: tuple[str, str] | None
     stated: bool = False
+    shown: bool = True
 
 
 def _plain(value: float, half_width: float | None) -> str:
@@ -43,60 +45,61 @@ def _floor_share(value: float, _: float | None) -> str:
     return units.percent(value, digits=2)
 
 
-SIZE = Metric("size_bytes", "size", "model", units.size, ("smaller", "larger"))
-BITS = Metric("bits_per_weight", "bits/weight", "model", _rate, ("lower", "higher"))
-TPOT = Metric("tpot", "TPOT", "bench", units.milliseconds, ("faster", "slower"), stated=True)
-# Derived: tpot_floor / tpot, the part of a token's time that the memory bus alone would take.
-FLOOR_SHARE = Metric("tpot_floor_share", "of floor", "bench", _floor_share, None)
-PPL = Metric("ppl", "PPL", "ppl", _plain, ("lower", "higher"), stated=True)
-METRICS = (
-    SIZE,
-    BITS,
-    Metric("peak_process_bytes", "peak memory", "bench", units.size, ("smaller", "larger")),
-    Metric("ttft", "TTFT", "bench", units.milliseconds, ("faster", "slower"), stated=True),
+SIZE = Metric("size_bytes", "size", units.size, ("smaller", "larger"))
+BITS = Metric("bits_per_weight", "bits/weight", _rate, ("lower", "higher"))
+MODEL_METRICS = (SIZE, BITS)
+TPOT = Metric("tpot", "TPOT", units.milliseconds, ("faster", "slower"), stated=True)
+BENCH_METRICS = (
+    Metric("peak_process_bytes", "peak memory", units.size, ("smaller", "larger")),
+    Metric("ttft", "TTFT", units.milliseconds, ("faster", "slower"), stated=True),
     TPOT,
-    Metric("output_throughput", "output tok/s", "bench", _rate, ("lower", "higher"), stated=True),
-    Metric("decode_throughput", "decode tok/s", "bench", _rate, ("lower", "higher")),
-    FLOOR_SHARE,
-    PPL,
-    Metric("kld_mean", "KLD", "ppl", _plain, None),
-    Metric("top1_agreement", "same top", "ppl", units.percent, None),
+    Metric("output_throughput", "output tok/s", _rate, ("lower", "higher"), stated=True),
+    Metric("decode_throughput", "decode tok/s", _rate, ("lower", "higher")),
+    Metric("prefill_throughput", "prefill tok/s", _rate, ("lower", "higher"), shown=False),
+    Metric("e2el", "E2EL", units.milliseconds, ("faster", "slower"), shown=False),
+    Metric("peak_device_bytes", "peak device memory", units.size, ("smaller", "larger"), shown=False),
 )
-# The model's own numbers are exact, and less is better.
-EXACT: dict[str, Better] = {SIZE.name: "lower", BITS.name: "lower"}
+# Derived: tpot_floor / tpot, the part of a token's time that reading the weights alone would take.
+FLOOR_SHARE = Metric("tpot_floor_share", "of floor", _floor_share, None)
+PPL = Metric("ppl", "PPL", _plain, ("lower", "higher"), stated=True)
+PPL_METRICS = (
+    PPL,
+    Metric("kld_mean", "KLD", _plain, None),
+    Metric("top1_agreement", "same top", units.percent, None),
+)
+METRICS = (*MODEL_METRICS, *BENCH_METRICS, FLOOR_SHARE, *PPL_METRICS)
 
 
-def verdict_of(metric: Metric, ratio: float, low: float | None, high: float | None, better: Better) -> Verdict:
-    """The code of a ratio to the baseline with its 95% limits."""
-    if metric.name in EXACT:
-        if ratio == 1:
+def verdict_of(metric: Metric, ratio: Interval, better: Better) -> Verdict:
+    """The code of a ratio to the baseline. The model's own numbers are exact, the others have an interval."""
+    if metric in MODEL_METRICS:
+        if ratio.estimate == 1:
             return "same"
-    elif low is None or high is None:
+    elif ratio.low is None:
         return "no_interval"
-    elif low <= 1 <= high:
+    elif not ratio.excludes(1):
         return "not_distinguishable"
     if better == "none":
         return "differs"
-    return "better" if (ratio < 1) == (better == "lower") else "worse"
+    return "better" if (ratio.estimate < 1) == (better == "lower") else "worse"
 
 
-def sentence(metric: Metric, ratio: float, low: float | None, high: float | None, verdict: Verdict) -> str:
+def sentence(metric: Metric, ratio: Interval, verdict: Verdict) -> str:
     """The verdict in words: `TPOT 1.31x faster, 95% CI 1.24-1.38`; perplexity in percent, as it moves by few."""
-    if verdict == "same":
-        return f"{metric.title} the same"
     assert metric.words is not None
-    word = metric.words[ratio >= 1]
+    estimate, low, high = ratio
+    word = metric.words[estimate >= 1]
     if metric is PPL:
-        amount = f"{units.change(ratio).lstrip('+-')} {word}"
+        amount = f"{units.change(estimate).lstrip('+-')} {word}"
         interval = f"95% CI {units.change(low)} to {units.change(high)}" if low and high else "no interval"
     else:
-        if ratio < 1 and verdict != "not_distinguishable":
-            ratio, low, high = 1 / ratio, high and 1 / high, low and 1 / low
-        digits = units.decimals_for((high - low) / 2 if low and high else None)
-        amount = f"{ratio:.{digits}f}x {word}"
+        if estimate < 1 and verdict != "not_distinguishable":
+            estimate, low, high = 1 / estimate, high and 1 / high, low and 1 / low
+        digits = units.decimals_for(min(high - low, 2 * abs(low - 1), 2 * abs(high - 1)) / 2 if low and high else None)
+        amount = f"{estimate:.{digits}f}x {word}"
         interval = f"95% CI {low:.{digits}f}-{high:.{digits}f}" if low and high else "no interval from one repetition"
+    if verdict == "same":
+        return f"{metric.title} the same"
     if verdict == "not_distinguishable":
         return f"{metric.title} not distinguishable, {interval}"
-    if metric.name in EXACT:
-        return f"{metric.title} {amount}"
-    return f"{metric.title} {amount}, {interval}"
+    return f"{metric.title} {amount}" if metric in MODEL_METRICS else f"{metric.title} {amount}, {interval}"

@@ -173,18 +173,17 @@ class Backend(Protocol):
 
 
 def generate_static(backend: Backend, requests: Sequence[Request]) -> list[Generation]:
-    """Greedy decoding on any backend: prompts one after another in full batches, then all sequences step by step.
+    """Greedy decoding on any backend: all prompts in full batches, then all sequences step by step.
 
-    Every request is submitted at the start: TTFT of a batch holds the prefill of the requests before it. A time
-    stamp is taken when the token id is on the host.
+    A static batch answers as a whole: the first tokens are handed out when the last prompt is done, so that TTFT is
+    the prefill of the whole batch and no gap between two tokens holds the prefill of another request. A time stamp
+    is taken when the token id is on the host.
     """
     eos = backend.describe().eos
     start = time.perf_counter()
     generations = [Generation(start) for _ in requests]
-    alive: list[int] = []
-    for seq, request in enumerate(requests):
-        logits = backend_prefill(backend, seq, request.prompt)
-        alive += _emit(logits, [seq], requests, generations, eos)
+    tokens = _prefill_all(backend, [request.prompt for request in requests])
+    alive = _emit(tokens, list(range(len(requests))), requests, generations, eos)
     while alive:
         batch = Batch(
             np.array([generations[s].tokens[-1] for s in alive], np.int32),
@@ -192,8 +191,26 @@ def generate_static(backend: Backend, requests: Sequence[Request]) -> list[Gener
             np.array(alive, np.int32),
             np.ones(len(alive), np.bool_),
         )
-        alive = _emit(backend.forward(batch), alive, requests, generations, eos)
+        tokens = backend.forward(batch).argmax(axis=1).tolist()
+        alive = _emit(tokens, alive, requests, generations, eos)
     return generations
+
+
+def _prefill_all(backend: Backend, prompts: Sequence[Tokens]) -> list[int]:
+    """Put prompt i into sequence i, packed into full batches; returns the most likely next token of each."""
+    lengths = [len(prompt) for prompt in prompts]
+    n_batch = backend.describe().capacity.n_batch
+    tokens = np.concatenate(prompts).astype(np.int32)
+    positions = np.concatenate([np.arange(n, dtype=np.int32) for n in lengths])
+    seqs = np.repeat(np.arange(len(prompts), dtype=np.int32), lengths)
+    wanted = np.zeros(len(tokens), np.bool_)
+    wanted[np.cumsum(lengths) - 1] = True
+    following: list[int] = []
+    for at in range(0, len(tokens), n_batch):
+        part = slice(at, at + n_batch)
+        logits = backend.forward(Batch(tokens[part], positions[part], seqs[part], wanted[part]))
+        following += logits.argmax(axis=1).tolist()
+    return following
 
 
 def backend_prefill(backend: Backend, seq: int, prompt: Tokens, start: int = 0) -> Logits:
@@ -208,17 +225,16 @@ def backend_prefill(backend: Backend, seq: int, prompt: Tokens, start: int = 0) 
 
 
 def _emit(
-    logits: Logits,
+    tokens: list[int],
     seqs: list[int],
     requests: Sequence[Request],
     generations: list[Generation],
     eos: frozenset[int],
 ) -> list[int]:
-    """Take the most likely token of each row and stamp it; returns the sequences that go on."""
-    tokens = logits.argmax(axis=1)
+    """Stamp one token of each sequence in `seqs`; returns the sequences that go on."""
     now = time.perf_counter()
     alive = []
-    for seq, token in zip(seqs, tokens.tolist(), strict=True):
+    for seq, token in zip(seqs, tokens, strict=True):
         generation, request = generations[seq], requests[seq]
         generation.tokens.append(token)
         generation.times_s.append(now)

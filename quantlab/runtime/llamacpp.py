@@ -10,6 +10,7 @@ import collections
 import contextlib
 import ctypes
 import hashlib
+import os
 import re
 import struct
 from collections.abc import Iterator, Sequence
@@ -21,7 +22,7 @@ import numpy as np
 from quantlab.core import hardware
 from quantlab.core.artifact import gguf_shards
 from quantlab.core.errors import QuantlabError, UsageError, missing_extra
-from quantlab.core.gguf_file import GGUFHeader, TensorInfo, read_header
+from quantlab.core.gguf_file import TensorInfo, kv_bytes_per_token, read_header
 from quantlab.core.result import RuntimeInfo
 from quantlab.runtime.backend import (
     Batch,
@@ -35,13 +36,14 @@ from quantlab.runtime.backend import (
     generate_static,
 )
 
+# When llama.cpp aborts, its own message must be the last that is said, not a debugger's pages.
+os.environ.setdefault("GGML_NO_BACKTRACE", "1")
 try:
     import llama_cpp.llama_cpp as lib
 except ModuleNotFoundError as error:
     raise missing_extra("llama-cpp-python", "gguf") from error
 
 DEVICES = ("auto", "cpu", "cuda", "mps")
-_KV_ELEMENT_BYTES = 2  # the KV cache is f16
 _ERROR_LEVEL = 4
 _BLOB_MAGIC = b"QLKV\x01"
 
@@ -106,7 +108,8 @@ class LlamaCppBackend:
         params.n_batch = capacity.n_batch
         params.n_ubatch = min(capacity.n_ubatch, capacity.n_batch)
         params.n_seq_max = capacity.n_seq
-        params.n_outputs_max = capacity.n_outputs
+        # llama.cpp ends the process where this is below the number of sequences.
+        params.n_outputs_max = max(capacity.n_outputs or capacity.n_batch, capacity.n_seq)
         params.n_threads = params.n_threads_batch = self._threads
         # A part of a sequence can only be shared inside one buffer, and a sliding window must keep what was shared.
         params.kv_unified = params.swa_full = capacity.shared
@@ -144,7 +147,7 @@ class LlamaCppBackend:
             n_ctx_train=lib.llama_model_n_ctx_train(self._model),
             weight_bytes=sum(tensor.size_bytes for tensor in tensors),
             bytes_read_per_token=_bytes_read(tensors, metadata),
-            kv_bytes_per_token=_kv_bytes(self._headers[0]),
+            kv_bytes_per_token=kv_bytes_per_token(self._headers[0]),
             bos=bos if bos >= 0 else None,
             eos=frozenset(t for t in range(self._n_vocab) if lib.llama_vocab_is_eog(self._vocab, t)),
             adds_bos=bool(lib.llama_vocab_get_add_bos(self._vocab)),
@@ -153,6 +156,7 @@ class LlamaCppBackend:
 
     def encode(self, text: str, *, special: bool = False, bos: bool = False) -> Tokens:
         """Token ids of `text`; see `Backend`."""
+        self._require_open()
         data = text.encode()
         room = len(data) + 8
         buffer = (lib.llama_token * room)()
@@ -172,6 +176,7 @@ class LlamaCppBackend:
         return self._pieces[token]
 
     def _piece(self, token: int, *, special: bool) -> bytes:
+        self._require_open()
         if not 0 <= token < self._n_vocab:
             raise UsageError(f"token id {token} is outside the vocabulary of {self._n_vocab}")
         room = 64
@@ -234,7 +239,8 @@ class LlamaCppBackend:
             end = length + len(positions)
             if not np.array_equal(positions, np.arange(length, end)):
                 raise UsageError(
-                    f"the positions of sequence {seq} begin at {positions[0]}", f"continue it at {length}, one by one"
+                    f"the positions {positions[:4].tolist()}... of sequence {seq} do not continue it",
+                    f"it holds {length} tokens: count on from {length}, one by one",
                 )
             if end > capacity.n_ctx:
                 raise QuantlabError(
@@ -246,6 +252,7 @@ class LlamaCppBackend:
 
     def length(self, seq: int) -> int:
         """Tokens of `seq` in the KV cache; see `Backend`."""
+        self._require_open()
         if not 0 <= seq < self._capacity.n_seq:
             raise UsageError(f"sequence {seq}; this backend was opened for {self._capacity.n_seq}")
         return self._lengths[seq]
@@ -309,6 +316,10 @@ class LlamaCppBackend:
             raise QuantlabError(f"llama.cpp does not restore a saved sequence: {last_errors()}", "compute it again")
         self._lengths[seq] = length
 
+    def _require_open(self) -> None:
+        if not self._context:
+            raise UsageError("this backend is closed", "open the model again")
+
     def _require_empty(self, seq: int) -> None:
         if self.length(seq):
             raise UsageError(f"sequence {seq} holds {self._lengths[seq]} tokens", "release it first")
@@ -330,16 +341,18 @@ class LlamaCppBackend:
 
     def generate(self, requests: Sequence[Request]) -> list[Generation]:
         """Greedy decoding of one static batch; see `Backend`."""
-        if not 0 < len(requests) <= self._capacity.n_seq:
-            raise UsageError(f"{len(requests)} requests; this backend was opened for {self._capacity.n_seq}")
+        capacity = self._capacity
+        most = min(capacity.n_seq, capacity.n_batch, capacity.n_outputs or capacity.n_batch)
+        if not 0 < len(requests) <= most:
+            raise UsageError(f"{len(requests)} requests; this backend was opened for {most} at once")
         for request in requests:
             need = len(request.prompt) + request.max_new_tokens
             if not len(request.prompt) or request.max_new_tokens < 1:
                 raise UsageError("a request needs a prompt and at least one new token")
-            if need > self._capacity.n_ctx:
-                raise UsageError(
-                    f"{need} tokens of prompt and answer; this backend was opened for {self._capacity.n_ctx}"
-                )
+            if need > capacity.n_ctx:
+                raise UsageError(f"{need} tokens of prompt and answer; this backend was opened for {capacity.n_ctx}")
+        for seq in range(len(requests)):
+            self._require_empty(seq)
         return generate_static(self, requests)
 
     def counters(self) -> dict[str, int]:
@@ -348,6 +361,7 @@ class LlamaCppBackend:
 
     def reset(self) -> None:
         """Forget every sequence; see `Backend`."""
+        self._require_open()
         lib.llama_memory_clear(self._kv, True)
         self._lengths = [0] * self._capacity.n_seq
         self._counters = {"steps": 0, "tokens": 0, "logits": 0}
@@ -470,17 +484,3 @@ def _bytes_read(tensors: list[TensorInfo], metadata: dict[str, Any]) -> int:
         else:
             total += tensor.size_bytes
     return int(total)
-
-
-def _kv_bytes(header: GGUFHeader) -> int:
-    """Bytes of K and V that one token adds over all layers (f16); a sliding window bounds their number."""
-    metadata = header.metadata
-    arch = metadata.get("general.architecture", "")
-    layers = int(metadata.get(f"{arch}.block_count", 0))
-    heads = metadata.get(f"{arch}.attention.head_count", 1)
-    kv_heads = metadata.get(f"{arch}.attention.head_count_kv", heads)
-    head_dim = int(metadata.get(f"{arch}.embedding_length", 0)) // (max(heads) if isinstance(heads, list) else heads)
-    key = metadata.get(f"{arch}.attention.key_length", head_dim)
-    value = metadata.get(f"{arch}.attention.value_length", head_dim)
-    total_heads = sum(kv_heads) if isinstance(kv_heads, list) else kv_heads * layers
-    return int(total_heads) * (int(key) + int(value)) * _KV_ELEMENT_BYTES

@@ -1,0 +1,139 @@
+"""What quantize and inspect are asked to do, checked before any work."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from quantlab.core.errors import UsageError, unknown_name
+from quantlab.core.model import ModelFile
+
+# The module that does each method; None for the torch methods, which this version does not build.
+METHODS: dict[str, str | None] = {
+    "gguf": "quantlab.quantize.gguf",
+    "awq": None, "gptq": None, "fp8": None, "int8": None, "rtn": None,
+}  # fmt: skip
+
+# Options of other methods, by the flag that sets them.
+_FOREIGN = ("bits", "group_size", "scheme", "desc_act")
+
+WIDE_TYPES = ("F16", "BF16", "F32")
+
+# llama-quantize's names of the file types; their numbers are llama_cpp's LLAMA_FTYPE_* constants.
+TYPES = (
+    *WIDE_TYPES,
+    "Q1_0", "Q2_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "MXFP4_MOE", "TQ1_0", "TQ2_0",
+    "Q2_K", "Q2_K_S", "Q3_K_S", "Q3_K_M", "Q3_K_L", "Q4_K_S", "Q4_K_M", "Q5_K_S", "Q5_K_M", "Q6_K",
+    "IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ2_M", "IQ3_XXS", "IQ3_XS", "IQ3_S", "IQ3_M", "IQ4_NL", "IQ4_XS",
+)  # fmt: skip
+_ALIASES = {"Q3_K": "Q3_K_M", "Q4_K": "Q4_K_M", "Q5_K": "Q5_K_M"}
+
+# Types of which llama.cpp stores some tensors so low that it refuses to do so without an importance matrix
+# (tensor_requires_imatrix in llama-quant.cpp).
+NEED_IMATRIX = frozenset(
+    ("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ2_M", "IQ3_XXS", "IQ3_XS", "Q2_K_S")
+)  # fmt: skip
+
+
+class QuantizeSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One artifact to write. `calib` holds NAME|PATH[:WEIGHT]; `skip` regular expressions on GGUF tensor names.
+
+    `outtype` is the type of the GGUF that a folder is converted to before it is quantized; `converter` an upstream
+    convert_hf_to_gguf.py to use for that. `calib_samples` None: as many as the texts give, at most 128.
+    """
+
+    model: ModelFile
+    out: str
+    method: str = "gguf"
+    type: str = "Q4_K_M"
+    force: bool = False
+    imatrix: bool = False
+    calib: list[str] = []
+    calib_samples: int | None = None
+    calib_length: int = 512
+    skip: list[str] = []
+    allow_requantize: bool = False
+    outtype: str = "F16"
+    converter: str | None = None
+    threads: int | None = None
+    seed: int = 0
+    offline: bool = False
+
+
+class InspectSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One model to look at."""
+
+    model: ModelFile
+
+
+def check_spec(spec: QuantizeSpec) -> QuantizeSpec:
+    """The spec with its names in their proper spelling; raises UsageError for what no model could satisfy."""
+    if spec.method not in METHODS:
+        raise unknown_name("method", spec.method, METHODS)
+    if METHODS[spec.method] is None:
+        raise UsageError(
+            f"method `{spec.method}` is not built by this version", "`--method gguf` works on every machine"
+        )
+    spec = msgspec.structs.replace(spec, type=file_type(spec.type), outtype=_wide_type(spec.outtype))
+    _check_imatrix(spec)
+    if spec.calib_length < 16 or (spec.calib_samples is not None and spec.calib_samples < 1):
+        raise UsageError(
+            f"{spec.calib_samples} calibration samples of {spec.calib_length} tokens",
+            "give at least 1 sample of at least 16 tokens",
+        )
+    if spec.threads is not None and spec.threads < 1:
+        raise UsageError(f"`--threads {spec.threads}`", "give 1 or more")
+    for calib in spec.calib:
+        split_weight(calib)
+    return spec
+
+
+def refuse_foreign_options(method: str, given: Mapping[str, Any]) -> None:
+    """Refuse options of other methods that are set (not None): nothing a user asks for is dropped silently."""
+    if foreign := [name for name in _FOREIGN if given.get(name) is not None]:
+        flags = ", ".join(f"`--{name.replace('_', '-')}`" for name in foreign)
+        raise UsageError(
+            f"{flags} does not belong to method `{method}`", "with gguf, `--type` sets bits and groups: `--type Q4_K_M`"
+        )
+
+
+def file_type(name: str) -> str:
+    """llama-quantize's name of a file type, whatever its case; aliases are resolved as llama-quantize does."""
+    upper = _ALIASES.get(name.upper(), name.upper())
+    if upper not in TYPES:
+        raise unknown_name("type", name, (*TYPES, *_ALIASES))
+    return upper
+
+
+def split_weight(calib: str) -> tuple[str, float]:
+    """Name or path, and weight (1 where none is given), of NAME|PATH[:WEIGHT]."""
+    name, colon, text = calib.rpartition(":")
+    try:
+        weight = float(text) if colon else math.nan
+    except ValueError:
+        weight = math.nan
+    # What follows a colon and is no number is a part of the path.
+    if math.isnan(weight):
+        return calib, 1.0
+    if not name or not 0 < weight < math.inf:
+        raise UsageError(f"`--calib {calib}` has no weight above 0", "write NAME or NAME:WEIGHT, for example c4:2")
+    return name, weight
+
+
+def _wide_type(name: str) -> str:
+    if name.upper() not in WIDE_TYPES:
+        raise unknown_name("outtype", name, WIDE_TYPES)
+    return name.upper()
+
+
+def _check_imatrix(spec: QuantizeSpec) -> None:
+    if spec.type in NEED_IMATRIX and not spec.imatrix:
+        raise UsageError(f"`{spec.type}` needs an importance matrix", "add `--imatrix`")
+    if spec.type in WIDE_TYPES and (spec.imatrix or spec.skip):
+        what = "`--imatrix`" if spec.imatrix else "`--skip`"
+        raise UsageError(f"{what} does nothing for `{spec.type}`: no weight is quantized", "leave it out")
+    if not spec.imatrix and (spec.calib or spec.calib_samples is not None):
+        raise UsageError("a calibration text does nothing for gguf without `--imatrix`", "add `--imatrix`")

@@ -1,0 +1,46 @@
+"""Whether speeds were measured under like conditions: unlike runs are refused, unequal load is said."""
+
+from __future__ import annotations
+
+from quantlab.core.errors import QuantlabError
+from quantlab.core.result import Result
+from quantlab.core.text import printable
+from quantlab.report.artifacts import Artifact
+
+# A process more or less that wants to run on the machine while it is being measured.
+_LOAD_DIFFERENCE = 1.0
+
+
+def check_conditions(artifacts: list[Artifact], *, allow_env_diff: bool) -> list[str]:
+    """Notes on the conditions of all bench Results; QuantlabError where they differ without `allow_env_diff`."""
+    runs = [(artifact.label, result) for artifact in artifacts for result in artifact.bench.values()]
+    if len(runs) < 2:
+        return []
+    (label, reference), *others = runs
+    unlike: dict[str, None] = {}
+    for other, result in others:
+        if differences := _differences(result, reference):
+            unlike[f"`{other}` and `{label}` differ in {'; '.join(differences)}"] = None
+    if unlike and not allow_env_diff:
+        shown = list(unlike)[:3] + ([f"and {len(unlike) - 3} more"] if len(unlike) > 3 else [])
+        raise QuantlabError(
+            f"speeds measured under unlike conditions are not compared: {'. '.join(shown)}",
+            "bench them together, name the Results to compare, or pass `--allow-env-diff`",
+        )
+    notes = [f"unlike conditions, allowed by `--allow-env-diff`: {difference}" for difference in unlike]
+    loads = sorted((result.env.load_average, label) for label, result in runs)
+    if loads[-1][0] - loads[0][0] > _LOAD_DIFFERENCE:
+        (low, calm), (high, busy) = loads[0], loads[-1]
+        notes.append(f"the machine's load was {low:.1f} while `{calm}` and {high:.1f} while `{busy}` was measured")
+    return notes
+
+
+def _differences(result: Result, reference: Result) -> list[str]:
+    pairs = {name: (getattr(result.env, name), getattr(reference.env, name)) for name in ("cpu", "gpu", "driver", "os")}
+    own, theirs = result.runtime, reference.runtime
+    if own and theirs:
+        pairs |= {name: (getattr(own, name), getattr(theirs, name)) for name in ("device", "threads")}
+        # Two runtimes have unlike versions by nature.
+        if own.name == theirs.name:
+            pairs[f"{own.name} version"] = (own.version, theirs.version)
+    return [printable(f"{name} (`{a}`, `{b}`)") for name, (a, b) in pairs.items() if a != b]

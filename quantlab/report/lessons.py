@@ -1,0 +1,76 @@
+"""What a comparison teaches, in sentences computed from its numbers alone."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+from quantlab.core import units
+from quantlab.core.text import printable
+from quantlab.report.artifacts import Artifact
+from quantlab.report.comparison import Comparison, Row
+from quantlab.report.metrics import FLOOR_SHARE, PPL, SIZE, TPOT
+from quantlab.report.values import Column
+
+# The main type of a label such as Q4_K_M or Q5_0: legacy and K-quants, where one type holds most of the weights.
+_LABEL_TYPE = re.compile(r"(?<![A-Za-z0-9])(Q\d_(?:K|0|1))(?![A-Za-z0-9])")
+QUALITY_FOOTER = "Perplexity is not downstream quality: models of equal perplexity can differ on tasks."
+
+
+def lessons(comparison: Comparison) -> list[str]:
+    """Sentences in the order of the rows; the fixed one on perplexity last, where there is a perplexity."""
+    found = [sentence for row in comparison.rows for sentence in _of_row(row, comparison)]
+    found += _indistinct_perplexities(comparison)
+    if any(column.metric is PPL for column in comparison.columns):
+        found.append(QUALITY_FOOTER)
+    return found
+
+
+def _of_row(row: Row, comparison: Comparison) -> Iterable[str]:
+    if not row.repeated and (kind := asked_type(row.artifact)):
+        yield from _content(row.artifact, kind)
+    size, tpot = row.values.get(Column(SIZE)), row.values.get(Column(TPOT))
+    if size and tpot and size.ratio and tpot.ratio and size.verdict == "better" and tpot.verdict == "worse":
+        cell = f" at {row.cell}" if len(comparison.cells) > 1 else ""
+        sentence = (
+            f"`{row.artifact.label}` is {units.change(size.ratio.estimate).lstrip('-')} smaller than "
+            f"`{comparison.baseline}` and {units.change(tpot.ratio.estimate).lstrip('+')} slower a token{cell}"
+        )
+        if share := row.values.get(Column(FLOOR_SHARE)):
+            read = units.percent(share.interval.estimate, digits=2)
+            sentence += f": reading its weights at full bandwidth would take {read} of that time"
+        yield sentence
+
+
+def asked_type(artifact: Artifact) -> str | None:
+    """The GGUF type that the quantize Result asked for, else the one that the label names."""
+    asked = artifact.quantize.spec.get("type") if artifact.quantize else None
+    match = _LABEL_TYPE.search((asked if isinstance(asked, str) else artifact.label).upper())
+    return match[1] if match else None
+
+
+def _content(artifact: Artifact, kind: str) -> Iterable[str]:
+    """Label against content: most weights are stored as another type than the one asked for."""
+    types = {name: t.params for name, t in artifact.model.tensor_types.items()}
+    total = sum(types.values())
+    if not total or types.get(kind, 0) >= total / 2:
+        return
+    main = max(types, key=lambda name: types[name])
+    held, most = (units.percent(types.get(name, 0) / total, digits=2) for name in (kind, main))
+    yield (
+        f"`{artifact.label}`: {held} of the weights are stored as the {kind} that was asked for, {most} as "
+        f"{printable(main)}: {units.significant(artifact.model.bits_per_weight, 3)} bits per weight in all"
+    )
+
+
+def _indistinct_perplexities(comparison: Comparison) -> Iterable[str]:
+    for column in comparison.columns:
+        if column.metric is not PPL:
+            continue
+        rows = [row for row in comparison.rows if not row.repeated and column in row.values]
+        names = [f"`{r.artifact.label}`" for r in rows if r.values[column].verdict == "not_distinguishable"]
+        if names:
+            yield (
+                f"the perplexity of {', '.join(names)} cannot be told from that of `{comparison.baseline}` "
+                f"({column.setting}): take more windows, or read KLD and same top (`quantlab ppl --against`)"
+            )
