@@ -41,16 +41,13 @@ class Contention:
         """Cores that other processes kept busy, on average."""
         return max(0.0, self._others_s / self._wall_s) if self._wall_s else 0.0
 
-    def notice(self, threads: int) -> Notice | None:
+    def notices(self, threads: int) -> list[Notice]:
         """A warning where others took more than BUSY_SHARE of what `threads` threads can."""
         cores = self.cores()
         if self._wall_s < _LEAST_WALL_S or cores < BUSY_SHARE * threads:
-            return None
-        return Notice(
-            "busy-machine",
-            f"other processes used {cores:.2f} cores while {threads} threads were measured{self._busiest()}",
-            "end them, or measure again later",
-        )
+            return []
+        message = f"other processes used {cores:.2f} cores while {threads} threads were measured{self._busiest()}"
+        return [Notice("busy-machine", message, "end them, or measure again later")]
 
     def _busiest(self) -> str:
         """The process outside the bench that used most CPU time, where one is visible."""

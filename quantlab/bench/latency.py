@@ -7,12 +7,11 @@ from round to round, so that drift of the machine meets all alike and repetition
 from __future__ import annotations
 
 import contextlib
-import statistics
+import functools
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import psutil
@@ -23,67 +22,200 @@ from quantlab.bench.contention import Contention
 from quantlab.bench.spec import BenchSpec
 from quantlab.bench.workloads import ids_sha256
 from quantlab.core import hardware
-from quantlab.core.artifact import gguf_shards, model_info
-from quantlab.core.errors import QuantlabError, UsageError
+from quantlab.core.artifact import model_info
+from quantlab.core.errors import QuantlabError
 from quantlab.core.gguf_file import kv_bytes_per_token, read_header
-from quantlab.core.model import ModelFile
 from quantlab.core.progress import Progress, silent
-from quantlab.core.result import Measurement, Notice, Outcome
-from quantlab.runtime.backend import Generation, Loaded, Memory
+from quantlab.core.result import Better, Measurement, ModelInfo, Notice, Outcome
+from quantlab.runtime.backend import Generation, Memory
 from quantlab.runtime.worker import Worker, run_in_child
 
 _CHILD = "quantlab.bench.cell:work"
-_BANDWIDTH = "quantlab.bench.bandwidth:work"
-# Of the memory that is available, what models held at the same time may take.
+# Of the memory that is available, what models may take that are held at the same time.
 _RESIDENT_SHARE = 0.5
 
 
 @dataclass
 class Subject:
-    """One model while its cell is measured."""
+    """One model while its cell is measured; `positions` tells its turn in each round, from 0."""
 
     index: int
-    model: ModelFile
     worker: Worker
     ready: Ready
     repetitions: list[list[Generation]] = field(default_factory=list)
     positions: list[int] = field(default_factory=list)
-    contention: Contention = field(default_factory=Contention)
     memory: Memory | None = None
 
 
-@dataclass(frozen=True)
 class Session:
-    """What the models measured in turns have in common."""
+    """The models of one cell that are measured in turns, and what they have in common."""
 
-    id: str
-    spec: BenchSpec
-    interleaved: bool
-    load_average: tuple[float, float]
-    bandwidth: list[float]
+    def __init__(self, spec: BenchSpec, indices: list[int], progress: Progress) -> None:
+        self.id = uuid.uuid4().hex[:16]
+        self.spec, self.indices = spec, indices
+        self.subjects: list[Subject] = []
+        self.failures: list[QuantlabError] = []
+        self.load_average = [hardware.load_average()]
+        self._progress, self._done = progress, 0
+
+    def measure(self) -> None:
+        """Load and warm up one model after another, then run the rounds; a model that fails drops out."""
+        self._advance(0)
+        with contextlib.ExitStack() as stack:
+            for index in self.indices:
+                with self._dropping():
+                    self.subjects.append(self._start(index, stack))
+            self.contention = Contention()
+            for round_ in range(self.spec.repeats):
+                first = round_ % max(1, len(self.subjects))
+                for position, subject in enumerate(self.subjects[first:] + self.subjects[:first]):
+                    with self._dropping(subject):
+                        self._repeat(subject, round_, position)
+            for subject in list(self.subjects):
+                with self._dropping(subject):
+                    subject.worker.send(None)
+                    subject.memory = msgspec.convert(subject.worker.result(), Memory)
+        self.load_average.append(hardware.load_average())
+
+    def _start(self, index: int, stack: contextlib.ExitStack) -> Subject:
+        job = msgspec.to_builtins(Job(self.spec, index))
+        worker = stack.enter_context(Worker(_CHILD, job))
+        subject = Subject(index, worker, msgspec.convert(worker.receive(), Ready))
+        self._advance()
+        return subject
+
+    def _repeat(self, subject: Subject, round_: int, position: int) -> None:
+        self.contention.begin()
+        subject.worker.send(round_)
+        repeated = msgspec.convert(subject.worker.receive(), Repeated)
+        self.contention.end(repeated.cpu_s)
+        subject.repetitions.append(repeated.generations)
+        subject.positions.append(position)
+        self._advance()
+
+    def _advance(self, steps: int = 1) -> None:
+        self._done += steps
+        spec = self.spec
+        prompt = "" if spec.prompt_tokens is None else f"{spec.prompt_tokens[0]}+"
+        self._progress(
+            f"bench {prompt}{spec.new_tokens} x{spec.batch[0]}", self._done, len(self.indices) * (1 + spec.repeats)
+        )
+
+    @contextlib.contextmanager
+    def _dropping(self, subject: Subject | None = None) -> Iterator[None]:
+        """Keep an error for later and go on without the model that failed."""
+        try:
+            yield
+        except QuantlabError as error:
+            self.failures.append(error)
+            if subject is not None:
+                self.subjects.remove(subject)
 
 
 def run(spec: BenchSpec, progress: Progress = silent) -> Iterator[Outcome]:
-    """One Outcome for each cell and model, as soon as a cell is done.
+    """One Outcome for each cell and model, as soon as the cell is done.
 
-    A model that fails drops out of its cell; when everything else is done, the failures are raised: a single one as
-    it came, several as one QuantlabError.
+    A model that fails drops out of its cell. What failed is raised when everything else is done: a single error as it
+    came, several as one QuantlabError.
     """
     for model in spec.models:
         if Path(model.path).is_dir():
-            raise QuantlabError(f"`{model.source}` is no GGUF file", "quantize it with `--method gguf` first")
-    failures: list[tuple[str, QuantlabError]] = []
-    bytes_per_s: dict[int, list[float]] = {}
+            raise QuantlabError(f"`{model.source}` is no GGUF file", "make one with `quantlab quantize`")
+    infos = [model_info(model) for model in spec.models]
+    failures: list[QuantlabError] = []
+    bytes_per_s = functools.cache(lambda threads: run_in_child("quantlab.bench.bandwidth:work", {"threads": threads}))
     for cell in spec.cells():
-        for together in _sessions(cell):
-            session, subjects = _measure(cell, together, failures, progress)
-            for subject in subjects:
-                threads = subject.ready.loaded.runtime.threads
-                if threads not in bytes_per_s:
-                    bytes_per_s[threads] = run_in_child(_BANDWIDTH, {"threads": threads})
-                yield _outcome(subject, session, bytes_per_s[threads])
-    if len(failures) == 1:
-        raise failures[0][1]
+        for indices in _together(cell, infos):
+            session = Session(cell, indices, progress)
+            session.measure()
+            failures += session.failures
+            for subject in session.subjects:
+                runtime = subject.ready.loaded.runtime
+                read = bytes_per_s(runtime.threads) if runtime.device == "cpu" else []
+                yield _outcome(subject, session, infos[subject.index], read)
+    if len(failures) > 1:
+        said = "; ".join(dict.fromkeys(error.message for error in failures))
+        raise QuantlabError(f"{len(failures)} of the measurements failed: {said}", failures[0].hint)
     if failures:
-        said = "; ".join(dict.fromkeys(f"{where}: {error.message}" for where, error in failures))
-        raise QuantlabError(f"{len(failures)} benches failed: {said}", failures[0][1].hint)
+        raise failures[0]
+
+
+def _together(spec: BenchSpec, infos: list[ModelInfo]) -> list[list[int]]:
+    """The indices of the models that are measured in turns: all, or each alone where memory is short."""
+    # A token has at least one byte.
+    prompt = spec.prompt_tokens[0] if spec.prompt_tokens else len((spec.prompt or "").encode())
+    tokens = spec.batch[0] * (prompt + spec.new_tokens)
+    kv = [kv_bytes_per_token(read_header(Path(model.path))) * tokens for model in spec.models]
+    need = sum(kv) + sum(info.size_bytes for info in infos)
+    if need > _RESIDENT_SHARE * psutil.virtual_memory().available:
+        return [[i] for i in range(len(infos))]
+    return [list(range(len(infos)))]
+
+
+def _outcome(subject: Subject, session: Session, info: ModelInfo, bytes_per_s: list[float]) -> Outcome:
+    spec, ready = session.spec, subject.ready
+    found = metrics.measurements(subject.repetitions, ready.prompt_tokens)
+    found |= _sizes(subject)
+    depth = metrics.mean_depth(subject.repetitions, ready.prompt_tokens)
+    if bytes_per_s:
+        floor = metrics.tpot_floor(ready.loaded, spec.batch[0], depth, bandwidth.best(bytes_per_s))
+        found["tpot_floor"] = Measurement("s", "lower", [floor])
+        found["bandwidth_bytes_per_s"] = Measurement("B/s", "none", bytes_per_s)
+    return Outcome(
+        label=spec.models[subject.index].label,
+        model=info,
+        runtime=ready.loaded.runtime,
+        measurements=found,
+        warnings=_warnings(subject, session, found),
+        details=_details(subject, session) | {"mean_depth_tokens": depth},
+    )
+
+
+def _sizes(subject: Subject) -> dict[str, Measurement]:
+    """Bytes; of the process what it grew by since just before the load, so that Python and libraries do not count."""
+    memory, ready = subject.memory, subject.ready
+    assert memory is not None
+    values: dict[str, tuple[float, Better]] = {
+        "peak_process_bytes": (memory.process_peak - ready.process_bytes_before_load, "lower"),
+        "peak_device_bytes": (memory.device_peak, "lower"),
+        "peak_reserved_bytes": (memory.device_reserved, "lower"),
+        "weight_bytes": (ready.loaded.weight_bytes, "lower"),
+        "kv_bytes_per_token": (ready.loaded.kv_bytes_per_token, "lower"),
+    }
+    return {name: Measurement("B", better, [float(value)]) for name, (value, better) in values.items()}
+
+
+def _warnings(subject: Subject, session: Session, found: dict[str, Measurement]) -> list[Notice]:
+    loaded = subject.ready.loaded
+    alone = len(session.indices) < len(session.spec.models)
+    return [
+        *notices.of_settings(session.spec, loaded.runtime.threads),
+        *notices.of_generations(subject.repetitions, session.spec),
+        *notices.of_measurements(found, loaded),
+        *([notices.not_interleaved(len(session.spec.models))] if alone else []),
+        *session.contention.notices(loaded.runtime.threads),
+    ]
+
+
+def _details(subject: Subject, session: Session) -> dict[str, object]:
+    """What is no sample; `session` is equal for Outcomes whose repetitions may be compared in pairs."""
+    spec, ready = session.spec, subject.ready
+    return {
+        "session": session.id,
+        "interleaved": len(session.indices) > 1,
+        "positions_in_rounds": subject.positions,
+        "prompt_tokens": ready.prompt_tokens,
+        "new_tokens": spec.new_tokens,
+        "batch": spec.batch[0],
+        "repetitions": len(subject.repetitions),
+        "warmup_discarded": spec.warmup,
+        "threads": ready.loaded.runtime.threads,
+        "load_average": session.load_average,
+        "other_cpu_cores": session.contention.cores(),
+        "prompt_sha256": ready.prompt_sha256,
+        "generated_tokens": [sum(len(g.tokens) for g in batch) for batch in subject.repetitions],
+        "generated_sha256": [ids_sha256([g.tokens for g in batch]) for batch in subject.repetitions],
+        "stopped_requests": notices.stopped_requests(subject.repetitions),
+        "process_bytes_before_load": ready.process_bytes_before_load,
+        "bytes_read_per_token": ready.loaded.bytes_read_per_token,
+    }

@@ -3,7 +3,10 @@
 A time stamp is taken when a token id has reached the host (runtime/backend.py). For one request with tokens at
 t_1..t_n, sent at t_0:
 
-    ttft = t_1 - t_0        tpot = (t_n - t_1) / (n - 1)        itl = t_2 - t_1, ..., t_n - t_(n-1)        e2el = t_n - t_0
+    ttft = t_1 - t_0
+    tpot = (t_n - t_1) / (n - 1)
+    itl  = t_2 - t_1, ..., t_n - t_(n-1)
+    e2el = t_n - t_0
 
 For the requests of one batch, T_0 the start, T_first the moment when the last of them has its first token, T_last
 the last token of all:
@@ -17,10 +20,11 @@ Tokens are those that were generated, not those that were asked for. Not measure
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 from quantlab.core.result import Measurement
-from quantlab.runtime.backend import Generation
+from quantlab.runtime.backend import Generation, Loaded
 
 # The requests of one batch, submitted together.
 Repetition = Sequence[Generation]
@@ -41,8 +45,7 @@ def tpot(generation: Generation) -> float:
 
 def itl(generation: Generation) -> list[float]:
     """Seconds between neighbouring tokens."""
-    times = generation.times_s
-    return [later - earlier for earlier, later in zip(times, times[1:], strict=False)]
+    return [later - earlier for earlier, later in itertools.pairwise(generation.times_s)]
 
 
 def e2el(generation: Generation) -> float:
@@ -108,3 +111,17 @@ def _last_first(batch: Repetition) -> float:
 
 def _last(batch: Repetition) -> float:
     return max(g.times_s[-1] for g in batch)
+
+
+def mean_depth(repetitions: Sequence[Repetition], prompt_tokens: int) -> float:
+    """Mean number of tokens that a decode step attends to, its own included."""
+    counts = [len(g.times_s) for batch in repetitions for g in batch]
+    return prompt_tokens + sum(counts) / len(counts) / 2
+
+
+def tpot_floor(loaded: Loaded, batch: int, depth: float, bytes_per_s: float) -> float:
+    """Seconds that a decode step needs to read its bytes once: weights for all, KV of `depth` tokens for each sequence.
+
+    Not in it: computing, writing, and what a step of several sequences reads beyond one token's experts or rows.
+    """
+    return (loaded.bytes_read_per_token + batch * loaded.kv_bytes_per_token * depth) / bytes_per_s

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -25,7 +26,7 @@ class BenchSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     models: list[ModelFile]
     prompt_tokens: list[int] | None = None
     new_tokens: int = 128
-    batch: list[int] = [1]
+    batch: list[int] = msgspec.field(default_factory=lambda: [1])
     repeats: int = 5
     warmup: int = 1
     prompt: str | None = None
@@ -53,10 +54,10 @@ class BenchSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def cells(self) -> Iterator[BenchSpec]:
         """The spec of each cell alone, in order."""
-        lengths = self.prompt_tokens or (None if self.prompt is not None else [PROMPT_TOKENS])
-        for length in lengths or [None]:
-            for batch in self.batch:
-                yield msgspec.structs.replace(self, prompt_tokens=length and [length], batch=[batch])
+        each = [[length] for length in self.prompt_tokens or [PROMPT_TOKENS]]
+        lengths = [None] if self.prompt is not None and self.prompt_tokens is None else each
+        for length, batch in itertools.product(lengths, self.batch):
+            yield msgspec.structs.replace(self, prompt_tokens=length, batch=[batch])
 
 
 def parse_sizes(text: str, option: str) -> list[int]:

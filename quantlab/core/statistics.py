@@ -62,8 +62,7 @@ def paired_ratio(numerator: Sequence[float], denominator: Sequence[float]) -> In
     """The geometric mean ratio of interleaved repetitions: pair i was taken in round i of one session."""
     if len(numerator) != len(denominator):
         raise ValueError(f"{len(numerator)} and {len(denominator)} samples are not pairs")
-    logs = [math.log(a / b) for a, b in zip(numerator, denominator, strict=True)]
-    return exp_interval(mean_interval(logs))
+    return exp_interval(mean_interval([math.log(a) - math.log(b) for a, b in zip(numerator, denominator, strict=True)]))
 
 
 def unpaired_ratio(numerator: Sequence[float], denominator: Sequence[float]) -> Interval:
@@ -74,22 +73,26 @@ def unpaired_ratio(numerator: Sequence[float], denominator: Sequence[float]) -> 
     a, b = [math.log(x) for x in numerator], [math.log(x) for x in denominator]
     difference = statistics.fmean(a) - statistics.fmean(b)
     if len(a) < 2 or len(b) < 2:
-        return Interval(math.exp(difference), None, None)
+        return exp_interval(Interval(difference, None, None))
     va, vb = statistics.variance(a) / len(a), statistics.variance(b) / len(b)
-    if va + vb == 0:
-        return Interval(math.exp(difference), math.exp(difference), math.exp(difference))
-    freedom = (va + vb) ** 2 / (va**2 / (len(a) - 1) + vb**2 / (len(b) - 1))
-    half = _t_quantile(freedom) * math.sqrt(va + vb)
+    half = 0.0
+    if va + vb > 0:
+        freedom = (va + vb) ** 2 / (va**2 / (len(a) - 1) + vb**2 / (len(b) - 1))
+        half = _t_quantile(freedom) * math.sqrt(va + vb)
     return exp_interval(Interval(difference, difference - half, difference + half))
 
 
 def exp_interval(interval: Interval) -> Interval:
-    """The interval of exp(x) from that of x: of a ratio from a difference of logarithms."""
-    return Interval(
-        math.exp(interval.estimate),
-        None if interval.low is None else math.exp(interval.low),
-        None if interval.high is None else math.exp(interval.high),
-    )
+    """The interval of exp(x) from that of x: of a ratio from a difference of logarithms. Infinity past any float."""
+    estimate, low, high = interval
+    return Interval(_exp(estimate), None if low is None else _exp(low), None if high is None else _exp(high))
+
+
+def _exp(x: float) -> float:
+    try:
+        return math.exp(x)
+    except OverflowError:
+        return math.inf
 
 
 @functools.lru_cache(maxsize=256)

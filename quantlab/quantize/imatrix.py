@@ -11,13 +11,12 @@ import ctypes
 from pathlib import Path
 from typing import Any
 
-import llama_cpp.llama_cpp as lib
 import numpy as np
 import numpy.typing as npt
 
 from quantlab.core.errors import QuantlabError
 from quantlab.core.progress import Progress
-from quantlab.quantize.llama_model import LlamaModel
+from quantlab.quantize.llama_model import LlamaModel, lib
 
 _MIN_TOKENS = 16
 _F32 = 0

@@ -22,6 +22,8 @@ try:
 except ModuleNotFoundError as error:
     raise missing_extra("llama-cpp-python", "gguf") from error
 
+__all__ = ["LlamaModel", "Log", "lib"]
+
 _LIST_TAIL = 40
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import importlib
 from types import ModuleType
-from typing import Any, cast
+from typing import cast
 
 from quantlab.core.progress import Progress
 from quantlab.core.result import Outcome
-from quantlab.quantize.spec import METHODS, QuantizeSpec, check_spec
+from quantlab.quantize.spec import METHODS, Prediction, QuantizeSpec, check_spec
 
 
 def run(spec: QuantizeSpec, progress: Progress) -> Outcome:
@@ -16,9 +16,9 @@ def run(spec: QuantizeSpec, progress: Progress) -> Outcome:
     return cast(Outcome, _module(check_spec(spec)).run(check_spec(spec), progress))
 
 
-def dry_run(spec: QuantizeSpec, progress: Progress) -> dict[str, Any]:
+def dry_run(spec: QuantizeSpec, progress: Progress) -> Prediction:
     """Predict size, memory and time of `run`; writes nothing."""
-    return cast(dict[str, Any], _module(check_spec(spec)).dry_run(check_spec(spec), progress))
+    return cast(Prediction, _module(check_spec(spec)).dry_run(check_spec(spec), progress))
 
 
 def _module(spec: QuantizeSpec) -> ModuleType:

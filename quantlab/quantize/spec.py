@@ -10,6 +10,7 @@ import msgspec
 
 from quantlab.core.errors import UsageError, unknown_name
 from quantlab.core.model import ModelFile
+from quantlab.core.result import Notice, TensorType
 
 # The module that does each method; None for the torch methods, which this version does not build.
 METHODS: dict[str, str | None] = {
@@ -61,6 +62,17 @@ class QuantizeSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     threads: int | None = None
     seed: int = 0
     offline: bool = False
+
+
+class Prediction(msgspec.Struct, frozen=True):
+    """What a dry run says of a quantize run; `duration_s` is None where an importance matrix would be computed."""
+
+    size_bytes: int
+    bits_per_weight: float
+    tensor_types: dict[str, TensorType]
+    peak_process_bytes: int
+    duration_s: float | None
+    warnings: list[Notice]
 
 
 class InspectSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

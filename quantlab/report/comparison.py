@@ -110,7 +110,8 @@ def _not_interleaved(artifacts: list[Artifact], base: Artifact) -> Iterable[str]
         if artifact is not base and cell in base.bench and not interleaved(result, base.bench[cell])
     }
     if names:
-        yield f"not interleaved with `{base.label}`, so drift of the machine is not in the intervals: {', '.join(names)}"
+        listed = ", ".join(names)
+        yield f"not interleaved with `{base.label}`, so the machine's drift is not in the intervals: {listed}"
 
 
 def _warnings(artifacts: list[Artifact]) -> Iterable[str]:

@@ -21,6 +21,9 @@ from quantlab.report.metrics import (
     verdict_of,
 )
 
+# No measurement is larger; squares of what is larger are no float.
+_LARGEST = 1e100
+
 
 class Column(NamedTuple):
     """A metric, and for a quality metric the setting under which it was measured."""
@@ -105,27 +108,22 @@ def same_tokens(result: Result, reference: Result) -> bool:
 
 def _perplexity(result: Result, reference: Result | None) -> Value:
     """Its interval is from the spread of the windows; its ratio is exp of the mean difference window by window."""
-    own, theirs = result.measurements[PPL.name], _measurement(reference, PPL.name)
+    own, nll = result.measurements[PPL.name], _samples(result, "nll")
     estimate = _mean(own.samples).estimate
-    nll = _samples(result, "nll")
-    spread = _mean(nll)
-    # The estimate is over all tokens; the windows, which may differ in length, give only the width.
-    low, high = (None if x is None else estimate * math.exp(x - spread.estimate) for x in spread[1:])
+    interval = Interval(estimate, None, None)
+    if estimate > 0 and nll:
+        # The estimate is over all tokens; the windows, which may differ in length, give only the width.
+        shift = math.log(estimate) - _mean(nll).estimate
+        _, low, high = exp_interval(_mean([sample + shift for sample in nll]))
+        interval = Interval(estimate, low, high)
     ratio, paired = None, False
-    if (
-        reference is not None
-        and theirs
-        and same_tokens(result, reference)
-        and _positive([*own.samples, *theirs.samples])
-    ):
-        others = _samples(reference, "nll")
+    if reference is not None and same_tokens(result, reference):
+        theirs, others = _samples(reference, PPL.name), _samples(reference, "nll")
         paired = len(nll) == len(others) > 0
-        ratio = (
-            exp_interval(_mean([a - b for a, b in zip(nll, others, strict=True)]))
-            if paired
-            else Interval(estimate / _mean(theirs.samples).estimate, None, None)
-        )
-    interval = Interval(estimate, low, high)
+        if paired:
+            ratio = exp_interval(_mean([a - b for a, b in zip(nll, others, strict=True)]))
+        elif _positive([*own.samples, *theirs]) and theirs:
+            ratio = Interval(estimate / _mean(theirs).estimate, None, None)
     return _value(PPL, interval, own.unit, own.better, ratio, is_base=result is reference, paired=paired)
 
 
@@ -141,7 +139,7 @@ def _value(
 ) -> Value:
     if is_base:
         return Value(interval, unit, better, "baseline")
-    if ratio is None:
+    if ratio is None or not math.isfinite(ratio.estimate):
         return Value(interval, unit, better, "not_compared")
     return Value(interval, unit, better, verdict_of(metric, ratio, better), ratio, paired)
 
@@ -157,11 +155,11 @@ def _samples(result: Result, name: str) -> list[float]:
 
 
 def _positive(samples: Sequence[float]) -> bool:
-    return all(math.isfinite(sample) and sample > 0 for sample in samples)
+    return all(0 < sample < _LARGEST for sample in samples)
 
 
 def _mean(samples: Sequence[float]) -> Interval:
     """The mean with its interval; not a number where a sample is none (a broken model's perplexity)."""
-    if not samples or not all(map(math.isfinite, samples)):
+    if not samples or not all(abs(sample) < _LARGEST for sample in samples):
         return Interval(math.nan, None, None)
     return mean_interval(samples)

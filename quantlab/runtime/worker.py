@@ -20,7 +20,7 @@ from typing import Any
 
 import msgspec
 
-from quantlab.core.errors import QuantlabError
+from quantlab.core.errors import QuantlabError, UsageError
 from quantlab.core.progress import Progress, silent
 
 # A piece of work: (spec, channel) -> what the parent receives. Named "package.module:function".
@@ -99,7 +99,7 @@ class Worker:
             if kind == "progress":
                 self._progress(*value)
             elif kind == "error":
-                raise QuantlabError(value["message"], value["hint"])
+                raise (UsageError if value["usage"] else QuantlabError)(value["message"], value["hint"])
             else:
                 return value
         raise self._died()
@@ -138,7 +138,8 @@ def _child() -> None:
         work: Work = getattr(importlib.import_module(module), function)
         channel.send("result", msgspec.to_builtins(work(channel.receive(), channel)))
     except QuantlabError as error:
-        channel.send("error", {"message": error.message, "hint": error.hint})
+        usage = isinstance(error, UsageError)
+        channel.send("error", {"message": error.message, "hint": error.hint, "usage": usage})
     # The model's own destructors are not worth waiting for.
     os._exit(0)
 

@@ -6,6 +6,7 @@ never dropped in silence. Tensors and metadata follow llama.cpp's convert_hf_to_
 
 from __future__ import annotations
 
+import logging
 import struct
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -23,6 +24,10 @@ if TYPE_CHECKING:
     from quantlab.quantize.convert.weights import Checkpoint
 
 OutType = Literal["F16", "BF16", "F32"]
+# What gguf has to say of odd model cards is not for the user; the library prints nothing.
+for _name in ("gguf", "metadata"):
+    logging.getLogger(_name).addHandler(logging.NullHandler())
+
 _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 

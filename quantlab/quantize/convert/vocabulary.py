@@ -38,6 +38,8 @@ class Vocabulary:
     scores: list[float]
     # None where llama.cpp's default for the kind holds.
     adds_space_prefix: bool | None
+    # None where the tokenizer files say it.
+    adds_bos: bool | None = None
 
 
 def read_vocabulary(folder: Path, vocab_size: int, *, arch: str) -> Vocabulary:
@@ -55,6 +57,8 @@ def read_vocabulary(folder: Path, vocab_size: int, *, arch: str) -> Vocabulary:
         vocabulary = _sentencepiece(folder, described, config, vocab_size)
     else:
         vocabulary = _byte_level(path, vocab_size)
+    if arch == "llama" and vocab_size == _VOCAB_WITHOUT_BOS:
+        vocabulary.adds_bos = False
     # llama.cpp's converter copies the setting for these only; BPE has no use for it.
     if isinstance(prefix := config.get("add_prefix_space"), bool) and (vocabulary.kind == "llama" or arch == "llama"):
         vocabulary.adds_space_prefix = prefix
@@ -219,8 +223,8 @@ def write_vocabulary(writer: Any, vocabulary: Vocabulary, folder: Path) -> None:
         ) from error
     if vocabulary.kind == "gpt2" and not special.merges:
         raise QuantlabError("tokenizer.json holds no merges", "download it again")
-    if len(vocabulary.tokens) == _VOCAB_WITHOUT_BOS and vocabulary.kind == "gpt2":
-        special.add_special_token["bos"] = False
+    if vocabulary.adds_bos is not None:
+        special.add_special_token["bos"] = vocabulary.adds_bos
     # gguf looks for the template file only where there is a tokenizer_config.json.
     if special.chat_template is None and (path := folder / "chat_template.jinja").is_file():
         special.chat_template = path.read_text(encoding="utf-8")
