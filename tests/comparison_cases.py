@@ -15,12 +15,13 @@ UNITS = {
     "ttft": ("s", "lower"),
     "tpot": ("s", "lower"),
     "tpot_floor": ("s", "lower"),
-    "peak_process_bytes": ("bytes", "lower"),
+    "peak_process_bytes": ("B", "lower"),
+    "peak_device_bytes": ("B", "lower"),
     "output_throughput": ("tokens/s", "higher"),
     "decode_throughput": ("tokens/s", "higher"),
     "ppl": ("1", "lower"),
-    "nll": ("nats", "lower"),
-    "kld_mean": ("nats", "lower"),
+    "nll": ("nat", "lower"),
+    "kld_mean": ("nat", "lower"),
     "top1_agreement": ("1", "higher"),
 }
 F16 = ModelInfo("demo", "gguf", "none", 270_884_736, 16.0, {"F16": TensorType(211, 134_515_008)}, sha256="f" * 64)

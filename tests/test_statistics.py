@@ -62,6 +62,12 @@ def test_mean_interval_by_hand():
     assert (estimate, low, high) == pytest.approx((3, 3 - 1.96324, 3 + 1.96324), abs=1e-4)
 
 
+def test_unpaired_ratio_by_hand():
+    # Logarithms 0, 1, 2 and 0, 2, 4, 6: difference -2, squared standard errors 1/3 and 5/3, 4.0755 degrees of freedom.
+    found = unpaired_ratio([math.exp(x) for x in (0, 1, 2)], [math.exp(x) for x in (0, 2, 4, 6)])
+    assert [math.log(x) for x in found] == pytest.approx([-2, -2 - 3.89798, -2 + 3.89798], abs=1e-4)
+
+
 def test_one_sample_has_no_interval():
     assert mean_interval([2.0]) == Interval(2.0, None, None)
     assert paired_ratio([2.0], [1.0])[1:] == (None, None)

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from quantlab.cli import options as opt
+from quantlab.cli.show import show_inspection, show_results
 
 
 def inspect(
@@ -15,12 +16,11 @@ def inspect(
     as_json: opt.Json = False,
 ) -> None:
     """Show stored types, bits per weight, sizes, scheme, kernel, tokenizer and template checks."""
-    from quantlab.cli.tables import print_inspection
     from quantlab.lab.steps import inspect_step
 
     with opt.laboratory(opt.RESULTS, no_save=True, offline=offline) as lab:
         [result] = lab.execute(inspect_step(lab.model(model)))
     if as_json:
-        opt.show([result], as_json=True)
+        show_results([result], as_json=True)
     else:
-        print_inspection(result)
+        show_inspection(result)

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from quantlab.cli import options as opt
-from quantlab.cli.show import show_results
+from quantlab.cli.show import show_prediction, show_results
 
 
 def quantize(
@@ -50,6 +50,7 @@ def quantize(
 ) -> None:
     """Write a quantized artifact, check it, and print its row."""
     from quantlab.lab.steps import quantize_step
+    from quantlab.quantize.methods import dry_run as predict
 
     with opt.laboratory(results, no_save=no_save, offline=offline) as lab:
         step = quantize_step(
@@ -72,8 +73,11 @@ def quantize(
                 "offline": offline,
             },
         )
-        done = [] if dry_run else lab.execute(step)
+        if not dry_run:
+            done = lab.execute(step)
+        else:
+            prediction = predict(step.spec, lab.progress)
     if dry_run:
-        opt.show_prediction(step, as_json=as_json)
+        show_prediction(prediction, as_json=as_json)
     else:
         show_results(done, as_json=as_json)

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from quantlab.cli.console import print_notices, warn
+from quantlab.cli.console import print_notices, say, warn
+from quantlab.core import units
 from quantlab.core.errors import unknown_name
 from quantlab.core.files import write_text
 
 if TYPE_CHECKING:
-    from quantlab.core.result import Result
+    from quantlab.core.result import Result, TensorType
+    from quantlab.quantize.spec import Prediction
     from quantlab.report.comparison import Comparison
-
-FORMATS = ("table", "md", "csv", "json", "html")
 
 
 def show_results(results: list[Result], *, as_json: bool) -> None:
@@ -31,39 +31,69 @@ def show_results(results: list[Result], *, as_json: bool) -> None:
 
 
 def show_comparison(comparison: Comparison, format_: str, out: Path | None) -> None:
-    """Show a comparison in one of FORMATS, on stdout or in a file."""
-    if format_ not in FORMATS:
-        raise unknown_name("format", format_, FORMATS)
-    if format_ == "table" and out is None:
+    """Show a comparison as `table` or in one of report's formats, on stdout or in a file (a table as Markdown)."""
+    from quantlab.report.render import FORMATS
+
+    if format_ != "table" and format_ not in FORMATS:
+        raise unknown_name("format", format_, ("table", *FORMATS))
+    if out is not None:
+        write_text(out, FORMATS["md" if format_ == "table" else format_](comparison))
+    elif format_ == "table":
         _print_table(comparison)
-    elif out is None:
-        write_out(rendered(comparison, format_))
     else:
-        write_text(out, rendered(comparison, "md" if format_ == "table" else format_))
-
-
-def rendered(comparison: Comparison, format_: str) -> str:
-    """A comparison as a text of md, csv, json or html."""
-    from quantlab.report import render
-    from quantlab.report.table import tabulate
-
-    if format_ == "json":
-        return render.json_text(comparison)
-    if format_ == "csv":
-        return render.csv_text(comparison)
-    table = tabulate(comparison)
-    return render.markdown(table) if format_ == "md" else render.html_page(table)
+        write_out(FORMATS[format_](comparison))
 
 
 def keep_copies(results: list[Result], stem: Path) -> None:
     """Write Markdown and JSON copies of the table of `results` beside it, and say where."""
     from quantlab.report.comparison import compare
+    from quantlab.report.render import FORMATS
 
     comparison = compare(results)
     paths = [stem.with_name(f"{stem.name}.{format_}") for format_ in ("md", "json")]
     for path in paths:
-        write_text(path, rendered(comparison, path.suffix[1:]))
+        write_text(path, FORMATS[path.suffix[1:]](comparison))
     warn(f"copies: {', '.join(map(str, paths))}")
+
+
+def show_prediction(prediction: Prediction, *, as_json: bool) -> None:
+    """Show what a dry run says."""
+    if as_json:
+        import msgspec
+
+        write_out(msgspec.json.format(msgspec.json.encode(prediction), indent=2).decode() + "\n")
+        return
+    say(f"size          {units.size(prediction.size_bytes, None)}, {prediction.bits_per_weight:.2f} bits per weight")
+    say(f"peak memory   {units.size(prediction.peak_process_bytes, None)}")
+    say(f"quantizing    {prediction.quantize_s:.1f} s")
+    _say_types(prediction.tensor_types)
+    print_notices([("dry run", notice) for notice in prediction.warnings])
+
+
+def show_inspection(result: Result) -> None:
+    """Show what is stored, then what must be said of it."""
+    model = result.model
+    say(f"{result.label}: {model.format}, {units.size(model.size_bytes, None)}")
+    say(f"{model.bits_per_weight:.2f} bits per weight")
+    say(f"sha256  {model.sha256}")
+    _say_types(model.tensor_types)
+    _say_details(result.details)
+    print_notices([(result.label, notice) for notice in result.warnings])
+
+
+def _say_types(types: dict[str, TensorType]) -> None:
+    total = sum(stored.params for stored in types.values())
+    for name, stored in types.items():
+        say(f"  {name:<8} {stored.count:>5} tensors  {stored.params / total:>7.2%} of the weights")
+
+
+def _say_details(details: dict[str, Any], indent: str = "") -> None:
+    for name, value in details.items():
+        if isinstance(value, dict):
+            say(f"{indent}{name}:")
+            _say_details(value, indent + "  ")
+        else:
+            say(f"{indent}{name}: {value}")
 
 
 def _print_table(comparison: Comparison) -> None:

@@ -27,7 +27,7 @@ def render_terminal(table: Table, console: Console) -> None:
     if stacked := sum(widths) > console.width:
         widths = _widths(table, widest_key, stacked=True)
     for columns in _blocks(widths, table.keys, console.width):
-        console.print(_block(table, columns, widest_key, stacked=stacked))
+        console.print(_block(table, columns, stacked=stacked))
         console.print()
     for name, said in table.verdicts:
         console.print(Text.assemble((name, "bold"), ": ", said))
@@ -62,12 +62,11 @@ def _blocks(widths: list[int], keys: int, console_width: int) -> list[list[int]]
     return blocks
 
 
-def _block(table: Table, columns: list[int], widest_key: int, *, stacked: bool) -> RichTable:
+def _block(table: Table, columns: list[int], *, stacked: bool) -> RichTable:
     drawn = RichTable(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
     for column in columns:
         head = table.heads[column]
-        widest = widest_key if column < table.keys else None
-        drawn.add_column(Text(head.title), justify=head.justify, overflow="fold", max_width=widest)
+        drawn.add_column(Text(head.title), justify=head.justify, overflow="fold")
     for row in table.rows:
         drawn.add_row(*(_cell(row[column], stacked=stacked) for column in columns))
     return drawn

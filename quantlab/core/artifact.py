@@ -77,7 +77,8 @@ def safetensors_files(folder: Path) -> list[Path]:
     """The weight files of a folder, by its index where it has one."""
     index = folder / "model.safetensors.index.json"
     if not index.is_file():
-        found = sorted(folder.glob("*.safetensors"))
+        # Some repositories hold the same weights twice, as `consolidated.safetensors` too.
+        found = sorted(folder.glob("model*.safetensors")) or sorted(folder.glob("*.safetensors"))
         if not found:
             raise QuantlabError(f"`{folder}` has no *.safetensors", "download the weights in safetensors form")
         return found
@@ -155,7 +156,7 @@ def model_info(model: ModelFile) -> ModelInfo:
         method=method,
         size_bytes=sum(file.stat().st_size for file in files),
         bits_per_weight=8 * sum(n for _, _, n in tensors) / params,
-        tensor_types=_histogram((kind, n) for kind, n, _ in tensors),
+        tensor_types=histogram((kind, n) for kind, n, _ in tensors),
         sha256=model.sha256,
     )
 
@@ -174,7 +175,8 @@ def content_sha256(path: Path) -> str:
     return hashes[0] if len(hashes) == 1 else hashlib.sha256("".join(hashes).encode()).hexdigest()
 
 
-def _histogram(tensors: Iterable[tuple[str, int]]) -> dict[str, TensorType]:
+def histogram(tensors: Iterable[tuple[str, int]]) -> dict[str, TensorType]:
+    """Count (type, weights) by type, the type of most weights first."""
     counts: dict[str, tuple[int, int]] = {}
     for kind, params in tensors:
         count, total = counts.get(kind, (0, 0))

@@ -72,7 +72,7 @@ def require_same_tokens(model: Tokens, parent: Tokens, names: tuple[str, str]) -
         return
     n = min(len(model), len(parent))
     at = int(np.append(model[:n] != parent[:n], True).argmax())
-    ids = [int(tokens[at]) if at < len(tokens) else None for tokens in (model, parent)]
+    ids = [tokens[at] if at < len(tokens) else "missing" for tokens in (model, parent)]
     raise _not_parent(f"token {at} of the text is {ids[0]} in `{names[0]}` and {ids[1]} in `{names[1]}`")
 
 

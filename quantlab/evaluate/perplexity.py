@@ -60,6 +60,12 @@ def run(spec: PplSpec, progress: Progress = silent) -> Outcome:
     that does not load, logits that are not finite, a parent with other tokens.
     """
     protocol = Protocol.of(spec)
+    for file in (spec.model, spec.against):
+        if file is not None and Path(file.path).is_dir():
+            raise QuantlabError(
+                f"`{file.source}` is a folder; perplexity is measured on GGUF files",
+                f"write one: `quantlab quantize {file.source} --method gguf --type F16`",
+            )
     model = model_info(spec.model)
     corpus = load_text(spec.data, "evaluation", offline=spec.offline)
     text = protocol.text(corpus)
@@ -79,9 +85,10 @@ def run(spec: PplSpec, progress: Progress = silent) -> Outcome:
 
 
 def _part(windows: int, available: int | None) -> str:
-    if available is None:
-        return f" (first {windows} windows)"
-    return f" (first {windows} of {available} windows)" if windows < available else ""
+    if windows == available:
+        return ""
+    of_all = "" if available is None else f" of {available}"
+    return f" (first {windows}{of_all} window{'s' if (available or windows) > 1 else ''})"
 
 
 def work(job: Any, channel: Channel) -> Measured:
@@ -139,7 +146,7 @@ def measure(spec: PplSpec, text: str, model: Backend, parent: Backend | None, pr
         "peak_process_bytes": model.memory().process_peak,
     }
     if scores.against is not None:
-        measurements |= _divergence(scores.against)
+        measurements |= divergence_measurements(scores.against)
         agreement = float(scores.against.agree.mean())
         details |= {
             "against": msgspec.to_builtins(spec.against),
@@ -177,7 +184,8 @@ def _perplexity(loss: Floats) -> float:
     return math.exp(mean)
 
 
-def _divergence(against: Against) -> dict[str, Measurement]:
+def divergence_measurements(against: Against) -> dict[str, Measurement]:
+    """Divergence per token, (windows, scored tokens): the mean and the agreement a window, the tail over all tokens."""
     tokens = against.kld.ravel().tolist()
     return {
         "kld_mean": Measurement("nat", "lower", against.kld.mean(axis=1).tolist()),

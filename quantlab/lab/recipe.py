@@ -70,8 +70,8 @@ def run_recipe(recipe: Recipe, lab: Lab, *, force: bool = False) -> list[Result]
         quantize = [quantize_step(model, {"force": force, **options}) for options in recipe.quantize]
         _check_options(recipe, model)
         for step in quantize:
-            results += _quantized(step, lab)
-            artifacts[step.spec.type] = artifact_file(step.spec)  # type: ignore[attr-defined]
+            results += _quantized(step, Path(step.spec.out), lab)
+            artifacts[step.spec.type] = artifact_file(step.spec)
         subjects = list(artifacts.values()) or [model]
         for step, expected in _measuring_steps(recipe, lab, subjects, artifacts):
             results += lab.finished(step, expected) or lab.execute(step)
@@ -86,9 +86,8 @@ def _check_options(recipe: Recipe, model: ModelFile) -> None:
         ppl_step(model, {**options, "against": None})
 
 
-def _quantized(step: Step, lab: Lab) -> list[Result]:
+def _quantized(step: Step, path: Path, lab: Lab) -> list[Result]:
     """The Result of a quantize step: a finished one if its artifact is still there, unchanged."""
-    path = Path(step.spec.out)  # type: ignore[attr-defined]
     for result in lab.finished(step, 1):
         if path.is_file() and content_sha256(path) == result.model.sha256:
             return [result]
@@ -115,7 +114,8 @@ def _named_model(lab: Lab, named: str, artifacts: dict[str, ModelFile]) -> Model
     try:
         return lab.model(named)
     except QuantlabError as error:
+        known = ", ".join(artifacts)
         raise UsageError(
-            f"`against: {named}` is neither an artifact of the recipe ({', '.join(artifacts)}) nor a model: {error.message}",
+            f"`against: {named}` is neither an artifact of the recipe ({known}) nor a model: {error.message}",
             error.hint,
         ) from error

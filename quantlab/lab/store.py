@@ -32,7 +32,7 @@ class Store:
     def load(self) -> list[Result]:
         """All Results, oldest first."""
         results = [result for path in self.folder.glob("*.json") for result in read_results(path)]
-        return sorted(results, key=lambda result: result.started_at)
+        return sorted(results, key=lambda result: (result.started_at, result.id))
 
 
 def encode(results: Result | list[Result]) -> str:
@@ -71,4 +71,4 @@ def load_results(paths: Iterable[Path]) -> list[Result]:
             )
     if not results:
         raise QuantlabError("there are no results to compare", "run `quantlab bench` or `quantlab ppl` first")
-    return sorted(results, key=lambda result: result.started_at)
+    return sorted(results, key=lambda result: (result.started_at, result.id))

@@ -7,42 +7,25 @@ from pathlib import Path
 import numpy as np
 
 from quantlab.core.errors import QuantlabError
-from quantlab.core.gguf_file import GGUFHeader
 from quantlab.quantize.convert.token_check import PROBE
 from quantlab.quantize.llama_model import LlamaModel
 
-_WINDOW = 64
-_CHUNK = 1 << 22
-_PROMPT = "The river rises in the hills. 河水从山里流出。 def area(r): return 3.14159 * r ** 2\n"
+# A dozen tokens on one thread: two threads that wait for each other on a busy machine take ten times as long.
+_WINDOW = 12
+_PROMPT = "The river rises in the hills, and return r ** 2 河水从山里流出。"
 
 
-def find_fault(artifact: Path, parent: Path, *, threads: int) -> str | None:
+def find_fault(artifact: Path, parent: Path) -> str | None:
     """Why the artifact must not be used, or None.
 
     `parent` is the GGUF that it was made from: the same ids for a probe in many scripts, the same chat template, one
     BOS at most. Logits of a short prompt must be finite and not all alike.
     """
     try:
-        with LlamaModel(artifact, n_ctx=_WINDOW, threads=threads) as model:
+        with LlamaModel(artifact, n_ctx=_WINDOW) as model:
             return _logits_fault(model) or _text_fault(model, parent, same=artifact == parent)
     except QuantlabError as error:
         return error.message
-
-
-def head_is_copy(path: Path, header: GGUFHeader) -> bool:
-    """Whether the output matrix repeats the token embedding byte for byte: a tied head stored twice."""
-    tensors = {tensor.name: tensor for tensor in header.tensors}
-    embedding, head = tensors.get("token_embd.weight"), tensors.get("output.weight")
-    if embedding is None or head is None or (embedding.type, embedding.shape) != (head.type, head.shape):
-        return False
-    data = np.memmap(path, np.uint8, "r")
-    return all(
-        np.array_equal(
-            data[embedding.offset + at : embedding.offset + min(at + _CHUNK, embedding.size_bytes)],
-            data[head.offset + at : head.offset + min(at + _CHUNK, head.size_bytes)],
-        )
-        for at in range(0, head.size_bytes, _CHUNK)
-    )
 
 
 def _logits_fault(model: LlamaModel) -> str | None:

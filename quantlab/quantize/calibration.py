@@ -20,6 +20,8 @@ from quantlab.core.errors import QuantlabError, missing_extra
 from quantlab.core.result import Notice
 from quantlab.quantize.spec import QuantizeSpec, split_weight
 
+# One text of a mix and its weight.
+Part = tuple[Corpus, float]
 # Text -> token ids; the second argument says whether control tokens written in the text are parsed.
 Encode = Callable[[str, bool], list[int]]
 
@@ -29,13 +31,6 @@ _CHINESE_SET = "builtin_zh"
 _CHINESE_NAMES = ("qwen", "yi-", "glm", "baichuan", "internlm", "deepseek", "minicpm", "chinese", "-zh")
 # A vocabulary or a text with at least this share of Chinese tokens or characters counts as Chinese.
 _CHINESE_SHARE = 0.05
-
-
-class Part(msgspec.Struct, frozen=True):
-    """One text of a mix and its weight."""
-
-    corpus: Corpus
-    weight: float
 
 
 class Template(msgspec.Struct, frozen=True):
@@ -58,7 +53,7 @@ def load_parts(spec: QuantizeSpec, *, chinese: bool) -> list[Part]:
     """The texts that a spec names, else texts of our own: with a Chinese one for a model that speaks Chinese."""
     names = spec.calib or [*_DEFAULT_SETS, *([_CHINESE_SET] if chinese else [])]
     weighted = [split_weight(name) for name in names]
-    return [Part(load_text(name, "calibration", offline=spec.offline), weight) for name, weight in weighted]
+    return [(load_text(name, "calibration", offline=spec.offline), weight) for name, weight in weighted]
 
 
 def speaks_chinese(name: str, vocabulary: Sequence[str]) -> bool:
@@ -71,9 +66,9 @@ def speaks_chinese(name: str, vocabulary: Sequence[str]) -> bool:
 
 def language_notices(name: str, parts: Sequence[Part], *, chinese: bool) -> list[Notice]:
     """A warning where a Chinese model is calibrated on texts without Chinese."""
-    if not chinese or any(_chinese_share(part.corpus.raw) >= _CHINESE_SHARE for part in parts):
+    if not chinese or any(_chinese_share(corpus.raw) >= _CHINESE_SHARE for corpus, _ in parts):
         return []
-    sets = ", ".join(f"`{part.corpus.name}`" for part in parts)
+    sets = ", ".join(f"`{corpus.name}`" for corpus, _ in parts)
     return [
         Notice(
             "calibration-language",
@@ -100,16 +95,15 @@ def build(
     draw = random.Random(seed)  # noqa: S311 - a reproducible draw, no secret
     notices: list[Notice] = []
     streams = []
-    for part in parts:
-        text = _text(part.corpus, template, draw, notices)
-        stream = encode(text, bool(part.corpus.conversations))
+    for corpus, _ in parts:
+        stream = encode(_text(corpus, template, draw, notices), bool(corpus.conversations))
         if len(stream) < length:
             raise QuantlabError(
-                f"the calibration text `{part.corpus.name}` gives {len(stream)} tokens, a sample needs {length}",
+                f"the calibration text `{corpus.name}` gives {len(stream)} tokens, a sample needs {length}",
                 "give more text, or a smaller `--calib-length`",
             )
         streams.append(stream)
-    counts = _counts([part.weight for part in parts], [len(stream) // length for stream in streams], samples)
+    counts = _counts([weight for _, weight in parts], [len(stream) // length for stream in streams], samples)
     if samples is not None and sum(counts) < samples:
         notices.append(
             Notice(
@@ -128,8 +122,8 @@ def build(
         array[:, 0] = bos
     record = {
         "sets": [
-            {"name": part.corpus.name, "sha256": part.corpus.sha256, "weight": part.weight, "samples": count}
-            for part, count in zip(parts, counts, strict=True)
+            {"name": corpus.name, "sha256": corpus.sha256, "weight": weight, "samples": count}
+            for (corpus, weight), count in zip(parts, counts, strict=True)
         ],
         "samples": len(array),
         "length_tokens": length,

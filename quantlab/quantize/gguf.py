@@ -6,93 +6,184 @@ check; its record stands in its metadata (quantlab.*) and beside it in NAME.gguf
 
 from __future__ import annotations
 
-import collections
 import contextlib
+import importlib.util
 import os
-import re
+import tempfile
 import time
-from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
-from quantlab import __version__
 from quantlab.core import hardware
-from quantlab.core.artifact import (
-    Record,
-    gguf_shards,
-    model_info,
-    read_record,
-    record_path,
-    safetensors_files,
-    safetensors_header,
-    write_record,
-)
+from quantlab.core.artifact import model_info, read_record, record_path, write_record
+from quantlab.core.corpus import Corpus
 from quantlab.core.errors import QuantlabError, UsageError, missing_extra
 from quantlab.core.files import PARTIAL_SUFFIX, check_output, check_space, sha256_file, write_text, written
-from quantlab.core.gguf_file import TensorInfo, read_header
 from quantlab.core.model import ModelFile
 from quantlab.core.progress import Progress
-from quantlab.core.result import Measurement, ModelInfo, Notice, Outcome, RuntimeInfo
-from quantlab.quantize.calibration import Part, language_notices, load_parts, speaks_chinese
-from quantlab.quantize.spec import WIDE_TYPES, QuantizeSpec
+from quantlab.core.result import Notice, Outcome
+from quantlab.quantize.gguf_facts import (
+    content_notices,
+    details,
+    measurements,
+    metadata,
+    prediction,
+    record,
+    runtime,
+)
+from quantlab.quantize.gguf_source import Source, least_bytes, read_source, vocabulary
+from quantlab.quantize.gguf_work import Conversion, Done, Importance, Job, Work
+from quantlab.quantize.spec import WIDE_TYPES, Prediction, QuantizeSpec
+from quantlab.quantize.tensors import whole_header
 from quantlab.runtime.worker import run_in_child
 
-SMALL_PARAMS = 1_000_000_000
 _CHILD = "quantlab.quantize.gguf_child:work"
 
 
-class Source(msgspec.Struct, frozen=True):
-    """What is quantized: a folder to convert, or a GGUF. `params` counts weights, `size_bytes` its weight files."""
-
-    path: Path
-    is_folder: bool
-    params: int
-    size_bytes: int
-    # Names of the matrices, as GGUF calls them; empty where only a foreign converter knows them.
-    matrices: list[str]
-    quantized_types: list[str]
-    vocabulary: list[str]
-
-
 def run(spec: QuantizeSpec, progress: Progress) -> Outcome:
-    """Write, check and record the artifact of `spec` (already checked by check_spec).
+    """Write, check and record the artifact of `spec`, which check_spec has seen.
 
     Raises QuantlabError before any work where the output exists, the disk is too small or the input is already
     quantized; an artifact that fails its check is kept as NAME.gguf.rejected.
     """
     started = time.perf_counter()
+    _require_library()
     out = Path(spec.out)
     source = read_source(spec)
     imatrix_path = out.with_suffix(".imatrix.gguf")
     for path in (out, imatrix_path) if spec.imatrix else (out,):
         check_output(path, force=spec.force)
-    check_space(out.parent, _least_bytes(spec, source))
-    parts, notices = _calibration_parts(spec, source)
-    with contextlib.ExitStack() as stack:
-        temporary = stack.enter_context(written(out))
-        imatrix = stack.enter_context(written(imatrix_path)) if spec.imatrix else None
-        base, how = _base(spec, source, temporary, stack)
-        done = run_child(_work(spec, source, base, how, temporary, parts, imatrix), progress)
+    check_space(out.parent, least_bytes(spec, source))
+    parts, notices = _calibration(spec, source) if spec.imatrix else ([], [])
+    threads = spec.threads or hardware.usable_cores()
+    with contextlib.ExitStack() as files:
+        temporary = files.enter_context(written(out))
+        base, how = _base(spec, source, temporary, files)
+        work = Work(
+            base=str(base),
+            threads=threads,
+            conversion=_conversion(spec, source) if how == "converted" else None,
+            importance=_importance(spec, parts, files.enter_context(written(imatrix_path))) if spec.imatrix else None,
+            job=_job(spec, source, temporary) if base != temporary else None,
+        )
+        done = _in_child(work, progress)
         if done.fault:
             raise _reject(temporary, out, done.fault)
         sha256 = sha256_file(temporary)
         # A record that outlives its artifact would speak of another.
         record_path(out).unlink(missing_ok=True)
-    write_record(out, _record(spec, sha256, done))
-    info = model_info(ModelFile(str(out.resolve()), out.stem, spec.out, sha256, spec.model.revision, spec.model.note))
-    content = content_notices(spec, source, info, done, out)
+    write_record(out, record(spec, sha256, done))
+    model = ModelFile(str(out.resolve()), out.stem, spec.out, sha256, spec.model.revision, spec.model.note)
+    info = model_info(model)
     return Outcome(
         label=out.stem,
         model=info,
-        runtime=_runtime(spec),
-        measurements=_measurements(info, time.perf_counter() - started, done),
-        warnings=[*notices, *done.notices, *content],
-        details=_details(spec, info, done, out, how),
+        runtime=runtime(spec, threads),
+        measurements=measurements(info, time.perf_counter() - started, done),
+        warnings=[*notices, *done.notices, *content_notices(spec, source, info, done, out)],
+        details=details(spec, info, done, out, how),
     )
 
 
-def run_child(work: Work, progress: Progress) -> Done:
-    """Do the work in a child process."""
+def dry_run(spec: QuantizeSpec, progress: Progress) -> Prediction:
+    """What `run` would write and need. llama.cpp itself chooses the types, on a header without weights for a folder.
+
+    Raises what `run` raises for the input; writes nothing.
+    """
+    _require_library()
+    source = read_source(spec)
+    threads = spec.threads or hardware.usable_cores()
+    with tempfile.TemporaryDirectory() as folder:
+        base = Path(folder) / "header.gguf" if source.is_folder else source.path
+        conversion = _conversion(spec, source) if source.is_folder else None
+        if spec.converter is not None:
+            raise UsageError("`--dry-run` cannot plan for `--converter`", "leave out one of them")
+        done = _in_child(Work(str(base), threads, conversion, job=_job(spec, source, base, dry_run=True)), progress)
+        header = whole_header(base)
+    return prediction(spec, source, header, done)
+
+
+def _require_library() -> None:
+    if importlib.util.find_spec("llama_cpp") is None:
+        raise missing_extra("llama-cpp-python", "gguf")
+
+
+def _in_child(work: Work, progress: Progress) -> Done:
     return msgspec.convert(run_in_child(_CHILD, msgspec.to_builtins(work), progress), Done)
+
+
+def _calibration(spec: QuantizeSpec, source: Source) -> tuple[list[tuple[Corpus, float]], list[Notice]]:
+    """The weighted calibration texts, read before any work, and what must be said of them."""
+    from quantlab.quantize.calibration import language_notices, load_parts, speaks_chinese
+
+    chinese = speaks_chinese(spec.model.label, vocabulary(source))
+    parts = load_parts(spec, chinese=chinese)
+    notices = language_notices(spec.model.label, parts, chinese=chinese)
+    return parts, [*notices, *(note for corpus, _ in parts for note in corpus.notes)]
+
+
+def _base(spec: QuantizeSpec, source: Source, temporary: Path, files: contextlib.ExitStack) -> tuple[Path, str]:
+    """The GGUF that is quantized: the input itself, one converted before, or a temporary file to convert to."""
+    if not source.is_folder:
+        return source.path, "given"
+    if spec.type in WIDE_TYPES:
+        return temporary, "converted"
+    kept = temporary.with_name(f"{spec.model.label}-{spec.outtype}.gguf")
+    if _is_conversion(kept, spec):
+        return kept, "reused"
+    # Named so that the next run removes it where this one is killed.
+    base = temporary.with_name(f".{Path(spec.out).name}.base.{os.getpid()}{PARTIAL_SUFFIX}")
+    files.callback(base.unlink, missing_ok=True)
+    return base, "converted"
+
+
+def _is_conversion(path: Path, spec: QuantizeSpec) -> bool:
+    """Whether `path` is an intact conversion of this very model, made in the way that is asked now."""
+    if not path.is_file():
+        return False
+    try:
+        found = read_record(path)
+    except QuantlabError:
+        return False
+    converter = Path(spec.converter).name if spec.converter else None
+    return (
+        found is not None
+        and found.parent_sha256 == spec.model.sha256
+        and (found.asked.get("type"), found.asked.get("converter")) == (spec.outtype, converter)
+        and found.sha256 == sha256_file(path)
+    )
+
+
+def _conversion(spec: QuantizeSpec, source: Source) -> Conversion:
+    kind = spec.type if spec.type in WIDE_TYPES else spec.outtype
+    return msgspec.convert(
+        {
+            "folder": str(source.path),
+            "outtype": kind,
+            "converter": spec.converter,
+            "metadata": metadata(spec, kind=kind),
+        },
+        Conversion,
+    )
+
+
+def _importance(spec: QuantizeSpec, parts: list[tuple[Corpus, float]], out: Path) -> Importance:
+    return Importance(parts, spec.calib_samples, spec.calib_length, spec.seed, str(out))
+
+
+def _job(spec: QuantizeSpec, source: Source, out: Path, *, dry_run: bool = False) -> Job:
+    facts: dict[str, str | int] = dict(metadata(spec, kind=spec.type))
+    if spec.imatrix:
+        facts["quantize.imatrix.file"] = Path(spec.out).with_suffix(".imatrix.gguf").name
+    return Job(str(out), spec.type, spec.skip, source.wide_type, spec.allow_requantize, facts, spec.imatrix, dry_run)
+
+
+def _reject(temporary: Path, out: Path, fault: str) -> QuantlabError:
+    """Keep an artifact that failed its check where nobody takes it for one, with the reason beside it."""
+    rejected = out.with_name(out.name + ".rejected")
+    temporary.replace(rejected)
+    write_text(rejected.with_name(rejected.name + ".txt"), fault + "\n")
+    return QuantlabError(
+        f"the artifact failed its check: {fault}", f"it is kept as `{rejected}`; try another type, or check the model"
+    )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import msgspec
 import numpy as np
@@ -18,82 +18,75 @@ from quantlab.core.corpus import load_text
 from quantlab.core.result import Notice
 from quantlab.quantize import calibration, imatrix
 from quantlab.quantize.artifact_check import find_fault
+from quantlab.quantize.gguf_work import Conversion, Done, Importance, Job, Work
 from quantlab.quantize.llama_model import LlamaModel
-from quantlab.quantize.llama_quantize import Fallback, Job, Told, quantize
+from quantlab.quantize.llama_quantize import Told, quantize, seconds_per_weight
+from quantlab.quantize.tensors import head_is_copy, whole_header
 from quantlab.runtime.worker import Channel
 
 _TOLERATED_DIFFERENCE = 0.01
 
 
-class Conversion(msgspec.Struct, frozen=True):
-    """A folder to convert to `Work.base` first."""
-
-    folder: str
-    outtype: Literal["F16", "BF16", "F32"]
-    converter: str | None
-    metadata: dict[str, str]
-
-
-class Importance(msgspec.Struct, frozen=True):
-    """An importance matrix to compute from `parts` and to write to `out`."""
-
-    parts: list[calibration.Part]
-    samples: int | None
-    length: int
-    seed: int
-    out: str
-
-
-class Work(msgspec.Struct, frozen=True):
-    """All that the child does. `job` None: the converted base is the artifact."""
-
-    base: str
-    threads: int
-    conversion: Conversion | None = None
-    importance: Importance | None = None
-    job: Job | None = None
-
-
-class Done(msgspec.Struct):
-    """What the child did. `fault`: why the artifact must not be used."""
-
-    peak_process_bytes: int = 0
-    fault: str | None = None
-    fallbacks: list[Fallback] = []
-    types: dict[str, str] = {}
-    stages_s: dict[str, float] = {}
-    calibration: dict[str, Any] | None = None
-    tokens: dict[str, Any] | None = None
-    notices: list[Notice] = []
-
-
 def work(spec: Any, channel: Channel) -> Done:
     """Do a `Work` (see quantlab.runtime.worker)."""
-    todo, done = msgspec.convert(spec, Work), Done()
+    todo, done = msgspec.convert(spec, Work), Done(floor_bytes=hardware.process_bytes())
     base = Path(todo.base)
+    if todo.job is not None and todo.job.dry_run:
+        _predict(todo, todo.job, base, done, channel)
+        return done
     if todo.conversion is not None:
         with _Stage(done, "convert"):
-            _convert(todo.conversion, base, done, channel)
+            _convert(todo.conversion, base, channel)
+            _check_tokens(Path(todo.conversion.folder), base, done, channel)
     if todo.job is not None:
-        importance: dict[str, npt.NDArray[np.float32]] = {}
-        job = todo.job
-        if todo.importance is not None:
-            with _Stage(done, "imatrix"):
-                importance = _importance(todo.importance, base, todo.threads, done, channel)
-            assert done.calibration is not None
-            job = msgspec.structs.replace(job, metadata=job.metadata | _calibration_metadata(done.calibration))
-        with _Stage(done, "quantize"):
-            told = quantize(job, importance, channel.progress)
-        done.fallbacks, done.types = told.fallbacks, told.types
-        done.notices += _importance_notices(told, importance)
-    if todo.job is None or not todo.job.dry_run:
-        channel.progress("check", 0, 1)
-        artifact = Path(todo.job.out) if todo.job else base
-        with _Stage(done, "check"):
-            done.fault = done.fault or find_fault(artifact, base, threads=todo.threads)
-        channel.progress("check", 1, 1)
+        _quantize(todo, todo.job, base, done, channel)
+    _check_head(todo, base, done)
+    channel.progress("check", 0, 1)
+    artifact = Path(todo.job.out) if todo.job else base
+    with _Stage(done, "check"):
+        done.fault = done.fault or find_fault(artifact, base)
+    channel.progress("check", 1, 1)
     done.peak_process_bytes = hardware.peak_process_bytes()
     return done
+
+
+def _quantize(todo: Work, job: Job, base: Path, done: Done, channel: Channel) -> None:
+    importance: dict[str, npt.NDArray[np.float32]] = {}
+    if todo.importance is not None:
+        with _Stage(done, "imatrix"):
+            importance = _importance(todo.importance, base, todo.threads, done, channel)
+        assert done.calibration is not None
+        job = msgspec.structs.replace(job, metadata=job.metadata | _calibration_metadata(done.calibration))
+    with _Stage(done, "quantize"):
+        told = quantize(base, job, importance, threads=todo.threads, progress=channel.progress)
+    done.fallbacks, done.types = told.fallbacks, told.types
+    done.notices += _importance_notices(told, importance)
+
+
+def _check_head(todo: Work, base: Path, done: Done) -> None:
+    """A tied head stored twice: the fault of a conversion, worth a word of a file that came so."""
+    if done.types and "output.weight" not in done.types:
+        return
+    if head_is_copy(base, whole_header(base)):
+        message = "the output matrix repeats the token embedding: a tied head is stored twice"
+        if todo.conversion is not None:
+            done.fault = message
+        else:
+            done.notices.append(Notice("tied-head-duplicated", message, "convert the original again"))
+
+
+def _predict(todo: Work, job: Job, base: Path, done: Done, channel: Channel) -> None:
+    """The types that the library would choose, and the seconds that it would take."""
+    if todo.conversion is not None:
+        _convert(todo.conversion, base, channel, header_only=True)
+    told = quantize(base, job, {}, threads=todo.threads, progress=channel.progress)
+    done.fallbacks, done.types = told.fallbacks, told.types
+    kinds: dict[str, int] = {}
+    for tensor in whole_header(base).tensors:
+        if (kind := told.types[tensor.name]) != tensor.type:
+            kinds[kind] = kinds.get(kind, 0) + tensor.params
+    speeds = {kind: seconds_per_weight(kind, weigh=job.weigh) for kind in kinds}
+    done.quantize_s = sum(n * speeds[kind] for kind, n in kinds.items()) / todo.threads
 
 
 class _Stage:
@@ -109,7 +102,7 @@ class _Stage:
         self._done.stages_s[self._name] = time.perf_counter() - self._start
 
 
-def _convert(conversion: Conversion, base: Path, done: Done, channel: Channel) -> None:
+def _convert(conversion: Conversion, base: Path, channel: Channel, *, header_only: bool = False) -> None:
     from quantlab.quantize.convert import convert
     from quantlab.quantize.convert.external import convert_with
 
@@ -117,15 +110,15 @@ def _convert(conversion: Conversion, base: Path, done: Done, channel: Channel) -
     if conversion.converter is not None:
         script = Path(conversion.converter)
         convert_with(script, folder, base, outtype=conversion.outtype, progress=channel.progress)
-    else:
-        convert(
-            folder,
-            base,
-            outtype=conversion.outtype,
-            extra_metadata=conversion.metadata,
-            progress=channel.progress,
-        )
-    _check_tokens(folder, base, done, channel)
+        return
+    convert(
+        folder,
+        base,
+        outtype=conversion.outtype,
+        extra_metadata=conversion.metadata,
+        header_only=header_only,
+        progress=channel.progress,
+    )
 
 
 def _check_tokens(folder: Path, base: Path, done: Done, channel: Channel) -> None:
@@ -180,7 +173,7 @@ def _importance(
             template=template,
         )
     entries = imatrix.collect(base, built.windows, threads=threads, progress=channel.progress)
-    sets = [part.corpus.name for part in todo.parts]
+    sets = [corpus.name for corpus, _ in todo.parts]
     imatrix.write(Path(todo.out), entries, datasets=sets, windows=len(built.windows), n_ctx=todo.length)
     done.calibration = built.record | {"entries": len(entries)}
     done.notices += built.notices

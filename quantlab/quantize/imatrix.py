@@ -69,7 +69,8 @@ class Entry:
         """Add the squares of `rows` (tokens, columns), row after row in float32, in the order llama-imatrix adds."""
         squares = np.empty((len(rows) + 1, rows.shape[1]), np.float32)
         squares[0] = self.sums[matrix]
-        np.multiply(rows, rows, out=squares[1:])
+        with np.errstate(over="ignore"):
+            np.multiply(rows, rows, out=squares[1:])
         np.add.reduce(squares, axis=0, out=self.sums[matrix])
 
     def mean(self) -> Floats:

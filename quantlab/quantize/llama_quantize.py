@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import re
 import shutil
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,15 +18,18 @@ import numpy as np
 import numpy.typing as npt
 
 from quantlab.core.errors import QuantlabError
-from quantlab.core.gguf_file import TYPES, TensorInfo
+from quantlab.core.gguf_file import TYPES
 from quantlab.core.progress import Progress
+from quantlab.quantize.gguf_work import Fallback, Job
 from quantlab.quantize.llama_model import Log, lib
-from quantlab.quantize.spec import WIDE_TYPES
+from quantlab.quantize.spec import TYPES as FILE_TYPES
+from quantlab.quantize.tensors import matching, matrices, whole_header
 
 _TYPE_IDS = {name: number for number, (name, _, _) in TYPES.items()}
-_BLOCKS = {name: (weights, size_bytes) for name, weights, size_bytes in TYPES.values()}
 # The longest string that an override of metadata holds, without its closing zero.
 _LONGEST_VALUE_BYTES = 127
+
+_RATE_ROWS, _RATE_COLUMNS, _RATE_SECONDS = 16, 1024, 0.05
 
 _STEP = re.compile(r"\[\s*(\d+)/\s*(\d+)\]\s+(\S+)\s+-.* type =\s+(\S+), ")
 _TARGET = re.compile(r"-> .*\((\S+)\)$")
@@ -36,56 +40,35 @@ _MISSING = re.compile(r"did not find weights for (\S+)")
 _NOT_FINITE = re.compile(r"tensor '(\S+)' has invalid data")
 
 
-class Fallback(msgspec.Struct, frozen=True):
-    """A tensor whose columns are no multiple of the block of the type that the label stands for."""
-
-    tensor: str
-    columns: int
-    block: int
-    wanted: str
-    stored: str
-
-
 class Told(msgspec.Struct):
-    """What the library said: fallbacks, tensors without importance, and in a dry run each tensor's type."""
+    """What the library said: fallbacks, tensors without importance, each tensor's type (of a dry run its new one)."""
 
     fallbacks: list[Fallback] = []
     without_importance: list[str] = []
     types: dict[str, str] = {}
 
 
-class Job(msgspec.Struct, frozen=True):
-    """One call. `keep` are names of tensors that stay in 16 bits (`keep_type`)."""
-
-    base: str
-    out: str
-    type: str
-    threads: int
-    keep: list[str] = []
-    keep_type: str = "F16"
-    allow_requantize: bool = False
-    metadata: dict[str, str | int] = {}
-    dry_run: bool = False
-
-
-def quantize(job: Job, importance: Mapping[str, npt.NDArray[np.float32]], progress: Progress) -> Told:
-    """Quantize `job.base` to `job.out`; with `dry_run` only the types are decided and nothing is written.
+def quantize(
+    base: Path, job: Job, importance: Mapping[str, npt.NDArray[np.float32]], *, threads: int, progress: Progress
+) -> Told:
+    """Quantize `base` to `job.out`; with `dry_run` only the types are decided and nothing is written.
 
     Raises QuantlabError with the library's reason.
     """
     told = Told()
     params = lib.llama_model_quantize_default_params()
-    params.nthread = job.threads
-    params.ftype = ftype_id(job.type)
+    params.nthread = threads
+    params.ftype = FILE_TYPES[job.type]
     params.allow_requantize = job.allow_requantize
     params.dry_run = job.dry_run
     # The arrays live until the call returns.
     imatrix = _imatrix(importance)
     overrides = _metadata(job.metadata)
-    keep = _keep(job.keep, job.keep_type)
+    names = matching(job.skip, matrices(whole_header(base).tensors)) if job.skip else []
+    keep = _keep(names, job.keep_type)
     params.imatrix = imatrix if importance else None
     params.kv_overrides = overrides
-    params.tt_overrides = keep if job.keep else None
+    params.tt_overrides = keep if names else None
 
     def on_line(line: str) -> None:
         if step := _STEP.search(line):
@@ -99,19 +82,34 @@ def quantize(job: Job, importance: Mapping[str, npt.NDArray[np.float32]], progre
             told.without_importance.append(missing[1])
 
     with Log(on_line).listening() as log:
-        code = lib.llama_model_quantize(job.base.encode(), job.out.encode(), ctypes.byref(params))
+        code = lib.llama_model_quantize(str(base).encode(), job.out.encode(), ctypes.byref(params))
     if code != 0:
-        raise _failed(log, job)
+        raise _failed(log, base, job)
     return told
 
 
-def ftype_id(name: str) -> int:
-    """The number of a file type, as llama_cpp defines it."""
-    prefix = "ALL" if name == "F32" else "MOSTLY"
-    return int(getattr(lib, f"LLAMA_FTYPE_{prefix}_{name}"))
+def seconds_per_weight(kind: str, *, weigh: bool) -> float:
+    """The seconds that the library needs on one thread for one weight of `kind`, measured on a few rows.
+
+    `weigh` gives it importances, without which it refuses the lowest types.
+    """
+    chunk = lib._lib.ggml_quantize_chunk
+    chunk.restype = ctypes.c_size_t
+    chunk.argtypes = [ctypes.c_int, *[ctypes.c_void_p] * 2, *[ctypes.c_int64] * 3, ctypes.c_void_p]
+    values = np.random.default_rng(0).standard_normal((_RATE_ROWS, _RATE_COLUMNS), np.float32)
+    importance = np.ones(_RATE_COLUMNS, np.float32)
+    out = np.empty(values.nbytes, np.uint8)
+    arguments = (_TYPE_IDS[kind], values.ctypes.data, out.ctypes.data, 0, _RATE_ROWS, _RATE_COLUMNS)
+    # The first call builds tables.
+    chunk(*arguments, importance.ctypes.data if weigh else None)
+    start, calls = time.perf_counter(), 0
+    while (spent := time.perf_counter() - start) < _RATE_SECONDS:
+        chunk(*arguments, importance.ctypes.data if weigh else None)
+        calls += 1
+    return spent / (calls * values.size)
 
 
-def _failed(log: Log, job: Job) -> QuantlabError:
+def _failed(log: Log, base: Path, job: Job) -> QuantlabError:
     reason = log.last("failed to quantize").partition("failed to quantize:")[2].strip() or log.last("error")
     if broken := _NOT_FINITE.search(reason):
         return QuantlabError(
@@ -125,7 +123,7 @@ def _failed(log: Log, job: Job) -> QuantlabError:
             "free some room, or choose another place with `--out`",
         )
     hint = "use `--imatrix` with more text" if "importance matrix" in reason or "imatrix" in reason else ""
-    return QuantlabError(f"llama.cpp does not quantize `{Path(job.base).name}` to {job.type}: {reason}", hint)
+    return QuantlabError(f"llama.cpp does not quantize `{base.name}` to {job.type}: {reason}", hint)
 
 
 def _imatrix(importance: Mapping[str, npt.NDArray[np.float32]]) -> Any:
@@ -154,32 +152,3 @@ def _keep(names: Sequence[str], kind: str) -> Any:
     for entry, name in zip(array, names, strict=False):
         entry.pattern, entry.type = f"^{re.escape(name)}$".encode(), _TYPE_IDS[kind]
     return array
-
-
-def stored_bytes(params: int, kind: str) -> int:
-    """The bytes of `params` weights stored as `kind`."""
-    weights, size_bytes = _BLOCKS[kind]
-    return params // weights * size_bytes
-
-
-def nominal_bits(tensors: Sequence[TensorInfo], fallbacks: Sequence[Fallback]) -> float:
-    """Bits per weight that the label would stand for, were every column count a multiple of the block.
-
-    The library's own rule for an embedding or output matrix whose columns do not fit is Q8_0 instead of Q6_K, and it
-    logs nothing.
-    """
-    wanted = {fallback.tensor: fallback.wanted for fallback in fallbacks}
-    heads = ("token_embd.weight", "output.weight")
-    bits = 0.0
-    for tensor in tensors:
-        kind = wanted.get(tensor.name, tensor.type)
-        if tensor.name in heads and kind == "Q8_0" and fallbacks:
-            kind = "Q6_K"
-        weights, size_bytes = _BLOCKS[kind]
-        bits += 8 * size_bytes / weights * tensor.params
-    return bits / sum(tensor.params for tensor in tensors)
-
-
-def is_quantized(kind: str) -> bool:
-    """Whether a stored type is a quantized one."""
-    return kind not in (*WIDE_TYPES, "F64", "I8", "I16", "I32", "I64")

@@ -23,20 +23,19 @@ _FOREIGN = ("bits", "group_size", "scheme", "desc_act")
 
 WIDE_TYPES = ("F16", "BF16", "F32")
 
-# llama-quantize's names of the file types; their numbers are llama_cpp's LLAMA_FTYPE_* constants.
-TYPES = (
-    *WIDE_TYPES,
-    "Q1_0", "Q2_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "MXFP4_MOE", "TQ1_0", "TQ2_0",
-    "Q2_K", "Q2_K_S", "Q3_K_S", "Q3_K_M", "Q3_K_L", "Q4_K_S", "Q4_K_M", "Q5_K_S", "Q5_K_M", "Q6_K",
-    "IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ2_M", "IQ3_XXS", "IQ3_XS", "IQ3_S", "IQ3_M", "IQ4_NL", "IQ4_XS",
-)  # fmt: skip
+# llama-quantize's names of the file types, and llama.h's numbers of them (LLAMA_FTYPE_*).
+TYPES = {
+    "F32": 0, "F16": 1, "BF16": 32,
+    "Q4_0": 2, "Q4_1": 3, "Q5_0": 8, "Q5_1": 9, "Q8_0": 7, "Q1_0": 40, "Q2_0": 41, "MXFP4_MOE": 38,
+    "Q2_K": 10, "Q2_K_S": 21, "Q3_K_S": 11, "Q3_K_M": 12, "Q3_K_L": 13, "Q4_K_S": 14, "Q4_K_M": 15, "Q5_K_S": 16,
+    "Q5_K_M": 17, "Q6_K": 18, "IQ1_S": 24, "IQ1_M": 31, "IQ2_XXS": 19, "IQ2_XS": 20, "IQ2_S": 28, "IQ2_M": 29,
+    "IQ3_XXS": 23, "IQ3_XS": 22, "IQ3_S": 26, "IQ3_M": 27, "IQ4_NL": 25, "IQ4_XS": 30, "TQ1_0": 36, "TQ2_0": 37,
+}  # fmt: skip
 _ALIASES = {"Q3_K": "Q3_K_M", "Q4_K": "Q4_K_M", "Q5_K": "Q5_K_M"}
 
 # Types of which llama.cpp stores some tensors so low that it refuses to do so without an importance matrix
 # (tensor_requires_imatrix in llama-quant.cpp).
-NEED_IMATRIX = frozenset(
-    ("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ2_M", "IQ3_XXS", "IQ3_XS", "Q2_K_S")
-)  # fmt: skip
+NEED_IMATRIX = frozenset(("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ2_M", "IQ3_XXS", "IQ3_XS", "Q2_K_S"))
 
 
 class QuantizeSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -65,13 +64,17 @@ class QuantizeSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Prediction(msgspec.Struct, frozen=True):
-    """What a dry run says of a quantize run; `duration_s` is None where an importance matrix would be computed."""
+    """What a dry run says of a quantize run.
+
+    `quantize_s` is the quantizing alone, from this machine's speed on a few rows of each type; a conversion and an
+    importance matrix come on top.
+    """
 
     size_bytes: int
     bits_per_weight: float
     tensor_types: dict[str, TensorType]
     peak_process_bytes: int
-    duration_s: float | None
+    quantize_s: float
     warnings: list[Notice]
 
 
@@ -89,6 +92,8 @@ def check_spec(spec: QuantizeSpec) -> QuantizeSpec:
         raise UsageError(
             f"method `{spec.method}` is not built by this version", "`--method gguf` works on every machine"
         )
+    if spec.out and not spec.out.endswith(".gguf"):
+        raise UsageError(f"`--out {spec.out}` does not end in .gguf", f"call it `{spec.out}.gguf`")
     spec = msgspec.structs.replace(spec, type=file_type(spec.type), outtype=_wide_type(spec.outtype))
     _check_imatrix(spec)
     if spec.calib_length < 16 or (spec.calib_samples is not None and spec.calib_samples < 1):

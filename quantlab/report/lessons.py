@@ -12,8 +12,9 @@ from quantlab.report.comparison import Comparison, Row
 from quantlab.report.metrics import FLOOR_SHARE, PPL, SIZE, TPOT
 from quantlab.report.values import Column
 
-# The main type of a label such as Q4_K_M or Q5_0: legacy and K-quants, where one type holds most of the weights.
-_LABEL_TYPE = re.compile(r"(?<![A-Za-z0-9])(Q\d_(?:K|0|1))(?![A-Za-z0-9])")
+# The type that a label ends on (`demo-from-Q4_1-F16` asked for F16). A main type is known of legacy and K-quants.
+_LABEL_TYPE = re.compile(r"(?<![A-Z0-9])(Q\d_(?:K|0|1)|I?Q\d_[A-Z]+|BF16|F16|F32)(?![A-Z0-9])")
+_MAIN_TYPE = re.compile(r"Q\d_(?:K|0|1)")
 QUALITY_FOOTER = "Perplexity is not downstream quality: models of equal perplexity can differ on tasks."
 
 
@@ -45,8 +46,8 @@ def _of_row(row: Row, comparison: Comparison) -> Iterable[str]:
 def asked_type(artifact: Artifact) -> str | None:
     """The GGUF type that the quantize Result asked for, else the one that the label names."""
     asked = artifact.quantize.spec.get("type") if artifact.quantize else None
-    match = _LABEL_TYPE.search((asked if isinstance(asked, str) else artifact.label).upper())
-    return match[1] if match else None
+    named = _LABEL_TYPE.findall((asked if isinstance(asked, str) else artifact.label).upper())
+    return named[-1] if named and _MAIN_TYPE.fullmatch(named[-1]) else None
 
 
 def _content(artifact: Artifact, kind: str) -> Iterable[str]:
@@ -59,7 +60,7 @@ def _content(artifact: Artifact, kind: str) -> Iterable[str]:
     held, most = (units.percent(types.get(name, 0) / total, digits=2) for name in (kind, main))
     yield (
         f"`{artifact.label}`: {held} of the weights are stored as the {kind} that was asked for, {most} as "
-        f"{printable(main)}: {units.significant(artifact.model.bits_per_weight, 3)} bits per weight in all"
+        f"{printable(main)}: {artifact.model.bits_per_weight:.2f} bits per weight in all"
     )
 
 

@@ -64,7 +64,7 @@ def _crossed(comparison: Comparison, limit: Limit) -> Iterable[str]:
         )
     for row, value in values:
         worse = _worse_by(value, row, limit.metric)
-        if worse > limit.percent * (1 + _ROUNDING) + _ROUNDING:
+        if worse > limit.percent * (1 + _ROUNDING):
             assert value.ratio is not None
             yield (
                 f"`{row.artifact.label}`{f' at {row.cell}' if len(comparison.cells) > 1 else ''}: {limit.metric} "

@@ -41,12 +41,16 @@ def _rate(value: float, half_width: float | None) -> str:
     return units.measured(value, half_width, 3)
 
 
+def _bits(value: float, _: float | None) -> str:
+    return f"{value:.2f}"
+
+
 def _floor_share(value: float, _: float | None) -> str:
     return units.percent(value, digits=2)
 
 
 SIZE = Metric("size_bytes", "size", units.size, ("smaller", "larger"))
-BITS = Metric("bits_per_weight", "bits/weight", _rate, ("lower", "higher"))
+BITS = Metric("bits_per_weight", "bits/weight", _bits, ("lower", "higher"))
 MODEL_METRICS = (SIZE, BITS)
 TPOT = Metric("tpot", "TPOT", units.milliseconds, ("faster", "slower"), stated=True)
 BENCH_METRICS = (
@@ -60,7 +64,7 @@ BENCH_METRICS = (
     Metric("peak_device_bytes", "peak device memory", units.size, ("smaller", "larger"), shown=False),
 )
 # Derived: tpot_floor / tpot, the part of a token's time that reading the weights alone would take.
-FLOOR_SHARE = Metric("tpot_floor_share", "of floor", _floor_share, None)
+FLOOR_SHARE = Metric("tpot_floor_share", "floor share", _floor_share, None)
 PPL = Metric("ppl", "PPL", _plain, ("lower", "higher"), stated=True)
 PPL_METRICS = (
     PPL,

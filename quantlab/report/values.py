@@ -47,7 +47,7 @@ class Value:
 def model_values(model: ModelInfo, base: ModelInfo) -> dict[Column, Value]:
     """Size and bits per weight, exact; what an endpoint does not tell (0) is left out."""
     values = {}
-    for metric, unit in zip(MODEL_METRICS, ("bytes", "bits"), strict=True):
+    for metric, unit in zip(MODEL_METRICS, ("B", "bit"), strict=True):
         own, theirs = getattr(model, metric.name), getattr(base, metric.name)
         if own:
             ratio = Interval(own / theirs, None, None) if theirs else None

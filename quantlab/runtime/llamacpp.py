@@ -9,6 +9,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import ctypes
+import functools
 import hashlib
 import os
 import re
@@ -44,10 +45,17 @@ except ModuleNotFoundError as error:
     raise missing_extra("llama-cpp-python", "gguf") from error
 
 DEVICES = ("auto", "cpu", "cuda", "mps")
+# Positions and counts are int32 in llama.cpp.
+_MOST = 2**31 - 1
 _ERROR_LEVEL = 4
 _BLOB_MAGIC = b"QLKV\x01"
 
 _log: collections.deque[tuple[int, str]] = collections.deque(maxlen=4000)
+
+
+# The binding's own wrapper builds a pointer object that must be cast back.
+_get_logits = lib._lib["llama_get_logits"]
+_get_logits.argtypes, _get_logits.restype = (ctypes.c_void_p,), ctypes.c_void_p
 
 
 @lib.llama_log_callback  # type: ignore[untyped-decorator]
@@ -66,8 +74,9 @@ class LlamaCppBackend:
 
     def __init__(self, path: Path, capacity: Capacity, *, device: str = "auto", threads: int | None = None) -> None:
         self._model = self._context = None
-        if capacity.n_ctx < 1 or capacity.n_seq < 1 or capacity.n_batch < 1 or capacity.n_ubatch < 1:
-            raise UsageError(f"{capacity} has a size below 1", "give positive sizes")
+        sizes = (capacity.n_ctx, capacity.n_seq, capacity.n_batch, capacity.n_ubatch, capacity.n_outputs + 1)
+        if min(sizes) < 1 or max(*sizes, capacity.n_ctx * capacity.n_seq) > _MOST:
+            raise UsageError(f"{capacity} has a size below 1 or above {_MOST}", "give sizes in between")
         if capacity.n_seq > lib.llama_max_parallel_sequences():
             raise UsageError(
                 f"{capacity.n_seq} sequences at once", f"llama.cpp holds {lib.llama_max_parallel_sequences()} at most"
@@ -86,6 +95,8 @@ class LlamaCppBackend:
         self._lengths = [0] * capacity.n_seq
         self._counters: dict[str, int] = {}
         self._pieces: dict[int, bytes] = {}
+        self._view = np.empty((0, self._n_vocab), np.float32)
+        self._view_of: tuple[int | None, int] = (None, 0)
         self._arrays = _BatchArrays(capacity.n_batch)
         self._loaded = self._describe()
         self.reset()
@@ -211,12 +222,17 @@ class LlamaCppBackend:
         self._counters["logits"] += rows
         if rows == 0:
             lib.llama_synchronize(self._context)
-            return np.empty((0, self._n_vocab), np.float32)
-        pointer = ctypes.cast(lib.llama_get_logits(self._context), ctypes.c_void_p).value
-        assert pointer is not None
-        flat = (ctypes.c_float * (rows * self._n_vocab)).from_address(pointer)
-        view: Logits = np.frombuffer(memoryview(flat), np.float32).reshape(rows, self._n_vocab)
-        return view
+        return self._rows(rows)
+
+    def _rows(self, rows: int) -> Logits:
+        """The last step's logits, as a view; the same array while llama.cpp keeps them in one place."""
+        pointer = _get_logits(self._context) if rows else None
+        if (pointer, rows) != self._view_of:
+            flat = ctypes.c_float * (rows * self._n_vocab)
+            memory = flat.from_address(pointer) if pointer else flat()
+            self._view = np.frombuffer(memory, np.float32).reshape(rows, self._n_vocab)
+            self._view_of = (pointer, rows)
+        return self._view
 
     def _check(self, batch: Batch) -> tuple[dict[int, int], int]:
         """Refuse what llama.cpp would abort on; returns each sequence's new length and the number of logits rows."""
@@ -226,28 +242,24 @@ class LlamaCppBackend:
             raise UsageError("the arrays of a batch differ in length")
         if not 0 < n <= capacity.n_batch:
             raise UsageError(f"a step of {n} tokens; this backend takes 1 to {capacity.n_batch}")
-        if batch.tokens.min() < 0 or batch.tokens.max() >= self._n_vocab:
-            bad = batch.tokens[(batch.tokens < 0) | (batch.tokens >= self._n_vocab)][0]
-            raise UsageError(f"token id {bad} is outside the vocabulary of {self._n_vocab}")
-        rows = int(np.count_nonzero(batch.logits))
+        rows = batch.logits.tolist().count(True)
         if capacity.n_outputs and rows > capacity.n_outputs:
             raise UsageError(f"logits of {rows} tokens asked; this backend was opened for {capacity.n_outputs} a step")
-        ends = {}
-        for seq in set(batch.seqs.tolist()):
-            length = self.length(seq)
-            positions = batch.positions[batch.seqs == seq]
-            end = length + len(positions)
-            if not np.array_equal(positions, np.arange(length, end)):
-                raise UsageError(
-                    f"the positions {positions[:4].tolist()}... of sequence {seq} do not continue it",
-                    f"it holds {length} tokens: count on from {length}, one by one",
-                )
-            if end > capacity.n_ctx:
+        ends: dict[int, int] = {}
+        # Plain integers: a decode step has few, and the weights have just swept numpy's code out of the caches.
+        tokens, positions, seqs = batch.tokens.tolist(), batch.positions.tolist(), batch.seqs.tolist()
+        for token, position, seq in zip(tokens, positions, seqs, strict=True):
+            if not 0 <= token < self._n_vocab:
+                raise UsageError(f"token id {token} is outside the vocabulary of {self._n_vocab}")
+            end = ends[seq] if seq in ends else self.length(seq)
+            if position != end:
+                raise UsageError(f"position {position} in sequence {seq}", f"it continues at {end}, one by one")
+            if end == capacity.n_ctx:
                 raise QuantlabError(
-                    f"sequence {seq} would hold {end} tokens; this backend was opened for {capacity.n_ctx}",
+                    f"sequence {seq} would hold more than the {end} tokens that this backend was opened for",
                     "open it with a larger `n_ctx`",
                 )
-            ends[seq] = end
+            ends[seq] = end + 1
         return ends, rows
 
     def length(self, seq: int) -> int:
@@ -295,7 +307,7 @@ class LlamaCppBackend:
         if written == 0:
             raise QuantlabError(f"llama.cpp does not save sequence {seq}: {last_errors()}")
         body = b"".join(
-            [_BLOB_MAGIC, self._identity(), struct.pack("<Q", self._lengths[seq]), memoryview(buffer)[:written]]
+            [_BLOB_MAGIC, self._identity, struct.pack("<Q", self._lengths[seq]), memoryview(buffer)[:written]]
         )
         return body + hashlib.sha256(body).digest()
 
@@ -305,7 +317,7 @@ class LlamaCppBackend:
         head = len(_BLOB_MAGIC) + 40
         if len(blob) < head + 32 or hashlib.sha256(blob[:-32]).digest() != blob[-32:]:
             raise QuantlabError("a saved sequence is damaged or none", "compute it again")
-        if not blob.startswith(_BLOB_MAGIC + self._identity()):
+        if not blob.startswith(_BLOB_MAGIC + self._identity):
             raise QuantlabError("a saved sequence belongs to another model or version", "compute it again")
         length = struct.unpack("<Q", blob[head - 8 : head])[0]
         if length > self._capacity.n_ctx:
@@ -324,6 +336,7 @@ class LlamaCppBackend:
         if self.length(seq):
             raise UsageError(f"sequence {seq} holds {self._lengths[seq]} tokens", "release it first")
 
+    @functools.cached_property
     def _identity(self) -> bytes:
         """32 bytes that change with the weights, the library and the KV's layout."""
         digest = hashlib.sha256(f"{_version()} {self._capacity.shared}".encode())

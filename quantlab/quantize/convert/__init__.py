@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from quantlab.quantize.convert.architectures import Model, Part
+    from quantlab.quantize.convert.vocabulary import Vocabulary
     from quantlab.quantize.convert.weights import Checkpoint
 
 OutType = Literal["F16", "BF16", "F32"]
@@ -37,45 +38,40 @@ def convert(
     *,
     outtype: OutType,
     extra_metadata: Mapping[str, str] | None = None,
+    header_only: bool = False,
     progress: Progress = silent,
 ) -> None:
     """Write the model of `folder` as one GGUF at `out`, a temporary path that the caller renames.
 
-    Vectors, norms among them, become F32, matrices `outtype`. `extra_metadata` wins over what the folder says.
+    Vectors, norms among them, become F32, matrices `outtype`. `extra_metadata` wins over what the folder says. With
+    `header_only` a hole stands for the weights: it takes no room on the disk, and serves to plan.
     Raises QuantlabError for a folder that lacks something, is damaged, holds weights that are not finite or do not
     fit `outtype`, or cannot be converted exactly.
     """
     try:
-        import gguf
-
-        from quantlab.quantize.convert.architectures import factor_tensors, read_model, write_parameters
-        from quantlab.quantize.convert.vocabulary import read_vocabulary, write_vocabulary
-        from quantlab.quantize.convert.weights import Checkpoint, stored_type
+        from quantlab.quantize.convert.architectures import factor_tensors, read_model
+        from quantlab.quantize.convert.vocabulary import read_vocabulary
+        from quantlab.quantize.convert.weights import Checkpoint
     except ModuleNotFoundError as error:
-        raise missing_extra(error.name or "gguf", "gguf") from error
+        raise missing_extra(error.name or "numpy", "gguf") from error
     model = read_model(folder)
     with Checkpoint(folder) as checkpoint:
-        plan = _plan(model, checkpoint)
+        plan, factors = _plan(model, checkpoint), factor_tensors(model)
         vocabulary = read_vocabulary(folder, model.count("vocab_size"), arch=model.family.arch)
-        writer = gguf.GGUFWriter(path=None, arch=model.family.arch)
-        factors = factor_tensors(model)
-        for name, values in factors.items():
-            writer.add_tensor_info(name, values.shape, values.dtype, values.nbytes)
-        for _, part in plan:
-            stored = stored_type(part, outtype)
-            kind = gguf.GGMLQuantizationType[stored.name]
-            writer.add_tensor_info(part.gguf, part.shape, stored.bits, part.params * stored.bits.itemsize, kind)
-        extra = dict(extra_metadata or {})
-        _write_general(writer, folder, outtype, extra.get("general.name"))
-        write_parameters(writer, model)
-        write_vocabulary(writer, vocabulary, folder)
-        for key, value in extra.items():
+        writer = _tensor_table(model, plan, factors, outtype)
+        _write_metadata(writer, model, vocabulary, folder, outtype)
+        for key, value in (extra_metadata or {}).items():
             writer.kv_data[0].pop(key, None)
             writer.add_string(key, value)
-        check_space(out.parent, sum(info.nbytes for info in writer.tensors[0].values()))
+        padded = sum(writer.ggml_pad(info.nbytes, writer.data_alignment) for info in writer.tensors[0].values())
+        check_space(out.parent, 0 if header_only else padded)
         try:
             _write_header(writer, folder, out)
             with out.open("ab") as file:
+                _pad(file, writer.data_alignment)
+                if header_only:
+                    file.truncate(file.tell() + padded)
+                    return
                 blocks = _blocks(checkpoint, plan, factors, outtype)
                 _write_weights(file, blocks, writer.data_alignment, sum(part.params for _, part in plan), progress)
         except OSError as error:
@@ -88,8 +84,15 @@ def _plan(model: Model, checkpoint: Checkpoint) -> list[tuple[str, Part]]:
 
     shapes = checkpoint.shapes()
     wanted = parts(model, len(shapes))
-    found = {canonical: name for name in shapes if (canonical := canonical_name(model, name)) is not None}
-    if unplaced := [name for canonical, name in found.items() if canonical not in wanted]:
+    found: dict[str, str] = {}
+    unplaced = []
+    for name in shapes:
+        canonical = canonical_name(model, name)
+        if canonical in found or (canonical is not None and canonical not in wanted):
+            unplaced.append(name)
+        elif canonical is not None:
+            found[canonical] = name
+    if unplaced:
         raise QuantlabError(
             f"tensors without a place in {model.family.arch}: {list_names(unplaced)}",
             "config.json names another architecture, or the model has parts that cannot be converted here",
@@ -124,15 +127,36 @@ def _has_own_head(model: Model, checkpoint: Checkpoint, found: dict[str, str]) -
     return True
 
 
-def _write_general(writer: Any, folder: Path, outtype: OutType, name: str | None) -> None:
-    """Name, size, licence and sampling defaults, as the folder's README.md and generation_config.json give them."""
+def _tensor_table(
+    model: Model, plan: list[tuple[str, Part]], factors: dict[str, npt.NDArray[np.float32]], outtype: OutType
+) -> Any:
+    """A GGUFWriter that knows every tensor and no data."""
     import gguf
+
+    from quantlab.quantize.convert.weights import stored_type
+
+    writer = gguf.GGUFWriter(path=None, arch=model.family.arch)
+    for name, values in factors.items():
+        writer.add_tensor_info(name, values.shape, values.dtype, values.nbytes)
+    for _, part in plan:
+        stored = stored_type(part, outtype)
+        kind = gguf.GGMLQuantizationType[stored.name]
+        writer.add_tensor_info(part.gguf, part.shape, stored.bits, part.params * stored.bits.itemsize, kind)
+    return writer
+
+
+def _write_metadata(writer: Any, model: Model, vocabulary: Vocabulary, folder: Path, outtype: OutType) -> None:
+    import gguf
+
+    from quantlab.quantize.convert.architectures import write_parameters
+    from quantlab.quantize.convert.vocabulary import write_vocabulary
 
     total, shared, expert, experts = writer.get_total_parameter_count()
     try:
-        metadata = gguf.Metadata.load(None, folder, name, total)
+        # Name, licence and sampling defaults of README.md and generation_config.json.
+        metadata = gguf.Metadata.load(None, folder, None, total)
     except Exception:  # a model card of any form: what it says is credit, not part of the model
-        metadata = gguf.Metadata(name=name or folder.name)
+        metadata = gguf.Metadata(name=folder.name)
     if metadata.size_label is None:
         metadata.size_label = gguf.size_label(total, shared, expert, experts)
     writer.add_type(gguf.GGUFType.MODEL)
@@ -140,6 +164,8 @@ def _write_general(writer: Any, folder: Path, outtype: OutType, name: str | None
     file_type = {"F32": "ALL_F32", "F16": "MOSTLY_F16", "BF16": "MOSTLY_BF16"}[outtype]
     writer.add_file_type(gguf.LlamaFileType[file_type])
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+    write_parameters(writer, model)
+    write_vocabulary(writer, vocabulary, folder)
 
 
 def _write_header(writer: Any, folder: Path, out: Path) -> None:
@@ -171,15 +197,14 @@ def _blocks(
 def _write_weights(
     file: BinaryIO, tensors: Iterable[Iterable[npt.NDArray[Any]]], alignment: int, total: int, progress: Progress
 ) -> None:
-    """Append the data of all tensors, each at the next multiple of `alignment`; `total` counts weights."""
+    """Append the data of all tensors, each padded to a multiple of `alignment`; `total` counts weights."""
     done = 0
     for blocks in tensors:
-        _pad(file, alignment)
         for block in blocks:
             file.write(block.data)
             done += block.size
-            progress("converting", done, total)
-    _pad(file, alignment)
+            progress("converting", min(done, total), total)
+        _pad(file, alignment)
 
 
 def _pad(file: BinaryIO, alignment: int) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from quantlab.core.errors import QuantlabError
+from quantlab.core.errors import QuantlabError, missing_extra
 from quantlab.core.files import os_error
 
 UPSTREAM_HINT = "give llama.cpp's own script with `--converter PATH/convert_hf_to_gguf.py`"
@@ -178,8 +178,8 @@ def _family(config: dict[str, Any]) -> Family:
         what = "no converter here" if "CausalLM" in names[0] else "no text-generating model that is known here"
         raise QuantlabError(f"`{names[0]}`: {what}", f"known: {known}; for others {UPSTREAM_HINT}")
     text = config.get("text_config")
-    quantized = config.get("quantization_config") or (text or {}).get("quantization_config")
-    if quantized:
+    inner = text.get("quantization_config") if isinstance(text, dict) else None
+    if quantized := config.get("quantization_config") or inner:
         method = quantized.get("quant_method") if isinstance(quantized, dict) else None
         raise QuantlabError(
             f"the weights are quantized already (quantization_config: {method or 'unnamed'})",
@@ -234,7 +234,7 @@ def sliding_layers(model: Model) -> list[bool]:
         if len(types) != layers:
             raise QuantlabError(f"config.json: {len(types)} `layer_types` for {layers} layers", "check config.json")
         return [kind == "sliding_attention" for kind in types]
-    pattern = int(model.config.get("sliding_window_pattern") or _GEMMA_PATTERN)
+    pattern = model.count("sliding_window_pattern") if model.config.get("sliding_window_pattern") else _GEMMA_PATTERN
     return [(i + 1) % pattern != 0 for i in range(layers)]
 
 
@@ -245,10 +245,10 @@ def _rope(model: Model) -> dict[str, Any]:
     """
     config = model.config
     given = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if not isinstance(given, dict):
+    full = given.get("full_attention", given) if isinstance(given, dict) else None
+    sliding = (given.get("sliding_attention") or {}) if isinstance(given, dict) else None
+    if not isinstance(full, dict) or not isinstance(sliding, dict):
         raise QuantlabError(f"config.json: the rotary parameters are {given!r}", "check config.json")
-    full = given.get("full_attention", given)
-    sliding = given.get("sliding_attention") or {}
     rope = {
         "rope_theta": config["rope_theta"],
         "local_theta": config.get("rope_local_base_freq"),
@@ -260,10 +260,24 @@ def _rope(model: Model) -> dict[str, Any]:
     kind = str(rope.get("rope_type", rope.get("type", "default"))).lower()
     # `dynamic` changes nothing within the trained context, and llama.cpp has no counterpart beyond it.
     rope["rope_type"] = "default" if kind == "dynamic" else kind
-    if rope["rope_type"] not in ("default", *model.family.ropes) or "mrope_section" in rope:
+    if rope["rope_type"] not in ("default", *model.family.ropes):
         raise QuantlabError(
             f"config.json: the rotary embedding `{kind}` is not known for {model.family.arch}", UPSTREAM_HINT
         )
+    fixed = {
+        "mrope_section": None,
+        "mscale": None,
+        "mscale_all_dim": None,
+        "truncate": True,
+        "beta_fast": 32,
+        "beta_slow": 1,
+    }
+    for key, value in fixed.items():
+        if rope.get(key, value) != value:
+            raise QuantlabError(
+                f"config.json: the rotary setting `{key}` is {rope[key]!r}",
+                f"llama.cpp runs {model.family.arch} without it",
+            )
     return rope
 
 
@@ -272,8 +286,10 @@ def parts(model: Model, tensor_count: int) -> dict[str, Part]:
 
     `tensor_count` of the folder bounds what a damaged config.json can ask for.
     """
-    import gguf
-
+    try:
+        import gguf
+    except ImportError:
+        raise missing_extra("gguf", "gguf") from None
     layers = model.count("num_hidden_layers")
     if layers > tensor_count:
         raise QuantlabError(
@@ -333,7 +349,9 @@ def canonical_name(model: Model, name: str) -> str | None:
     # Buffers that old versions of transformers saved.
     if name.endswith((".rotary_emb.inv_freq", ".attention.masked_bias", ".attention.bias")):
         return None
-    if name.removeprefix("model.").startswith(model.family.skipped) and model.family.skipped:
+    if not model.family.skipped:
+        return name
+    if name.removeprefix("model.").startswith(model.family.skipped):
         return None
     return name.replace("language_model.", "", 1)
 
@@ -367,11 +385,19 @@ def _llama3_factors(model: Model) -> npt.NDArray[np.float32]:
     float32 throughout, as transformers computes it (modeling_rope_utils, `llama3`).
     """
     rope = model.rope
-    factor, low = _positive(rope.get("factor", 8.0), "factor"), _positive(rope.get("low_freq_factor", 1.0), "low")
+    factor, low = (
+        _positive(rope.get("factor", 8.0), "factor"),
+        _positive(rope.get("low_freq_factor", 1.0), "low_freq_factor"),
+    )
     high = _positive(rope.get("high_freq_factor", 4.0), "high_freq_factor")
     trained = _positive(rope["original_max_position_embeddings"] or 8192, "original_max_position_embeddings")
+    if high <= low:
+        raise QuantlabError(
+            f"config.json: `high_freq_factor` {high} is not above `low_freq_factor`", "check config.json"
+        )
+    base = np.float32(_positive(rope["rope_theta"], "rope_theta"))
     exponents = np.arange(0, model.head_dim, 2, dtype=np.float32) / np.float32(model.head_dim)
-    wavelengths = np.float32(2 * math.pi) / (1 / np.float32(rope["rope_theta"]) ** exponents)
+    wavelengths = np.float32(2 * math.pi) / (1 / base**exponents)
     smooth = (np.float32(trained) / wavelengths - np.float32(low)) / np.float32(high - low)
     blended = 1 / ((1 - smooth) / np.float32(factor) + smooth)
     scaled = np.where(wavelengths > trained / low, np.float32(factor), blended)
@@ -425,25 +451,24 @@ def _write_scaling(writer: Any, model: Model) -> None:
     import gguf
 
     rope = model.rope
-    original = rope["original_max_position_embeddings"] or model.config["max_position_embeddings"]
+    original = rope["original_max_position_embeddings"] or model.count("max_position_embeddings")
+    original = _positive(original, "original_max_position_embeddings")
     if model.family.arch == "phi3":
-        writer.add_rope_scaling_orig_ctx_len(int(_positive(original, "original_max_position_embeddings")))
+        writer.add_rope_scaling_orig_ctx_len(int(original))
         # 0 tells llama.cpp a Phi-4 from the models with a window.
         writer.add_sliding_window(model.config.get("sliding_window") or 0)
         if rope["rope_type"] != "default":
             stretch = model.count("max_position_embeddings") / original
             attention = math.sqrt(1 + math.log(stretch) / math.log(original)) if stretch > 1 else 1.0
-            writer.add_rope_scaling_attn_factors(attention)
+            given = rope.get("attention_factor")
+            writer.add_rope_scaling_attn_factors(_positive(attention if given is None else given, "attention_factor"))
     if rope["rope_type"] in ("linear", "yarn"):
         kind = {"linear": gguf.RopeScalingType.LINEAR, "yarn": gguf.RopeScalingType.YARN}[rope["rope_type"]]
         writer.add_rope_scaling_type(kind)
         writer.add_rope_scaling_factor(_positive(rope.get("factor"), "factor"))
     if rope["rope_type"] == "yarn":
-        writer.add_rope_scaling_orig_ctx_len(int(_positive(original, "original_max_position_embeddings")))
-        for key, add in (
-            ("attention_factor", writer.add_rope_scaling_yarn_attn_factor),
-            ("beta_fast", writer.add_rope_scaling_yarn_beta_fast),
-            ("beta_slow", writer.add_rope_scaling_yarn_beta_slow),
-        ):
-            if rope.get(key) is not None:
-                add(_positive(rope[key], key))
+        writer.add_rope_scaling_orig_ctx_len(int(original))
+        if rope.get("attention_factor") is not None:
+            # llama.cpp multiplies by YaRN's own factor in any case and ignores its key `yarn_attn_factor`.
+            own = 1 + 0.1 * math.log(_positive(rope["factor"], "factor"))
+            writer.add_rope_scaling_attn_factors(_positive(rope["attention_factor"], "attention_factor") / own)

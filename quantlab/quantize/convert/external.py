@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 from quantlab.core.errors import QuantlabError
@@ -12,6 +13,14 @@ from quantlab.core.progress import Progress, silent
 from quantlab.quantize.convert import OutType
 
 _LINES_SHOWN = 6
+# The script ends as soon as its stdin does: with this process, even where that is killed.
+_RUN = """\
+import os, runpy, sys, threading
+threading.Thread(target=lambda: (os.read(0, 1), os._exit(1)), daemon=True).start()
+del sys.argv[0]
+sys.path[0] = os.path.dirname(os.path.abspath(sys.argv[0]))
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
 
 
 def convert_with(script: Path, folder: Path, out: Path, *, outtype: OutType, progress: Progress = silent) -> None:
@@ -21,14 +30,22 @@ def convert_with(script: Path, folder: Path, out: Path, *, outtype: OutType, pro
     """
     if not script.is_file():
         raise QuantlabError(f"`{script}` does not exist", "give the path of llama.cpp's convert_hf_to_gguf.py")
-    command = [sys.executable, str(script), str(folder), "--outfile", str(out), "--outtype", outtype.lower()]
+    arguments = [str(script), str(folder), "--outfile", str(out), "--outtype", outtype.lower()]
     progress("converting", 0, 1)
-    # subprocess.run kills the child where an exception, Ctrl-C too, comes between.
-    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=False)
-    if done.returncode != 0 or not out.is_file():
-        said = (done.stderr.decode("utf-8", "replace").strip() or "it said nothing").splitlines()[-_LINES_SHOWN:]
+    with tempfile.TemporaryFile() as log:
+        process = subprocess.Popen(
+            [sys.executable, "-c", _RUN, *arguments], stdin=subprocess.PIPE, stdout=log, stderr=log
+        )
+        try:
+            code = process.wait()
+        finally:
+            process.kill()
+            process.communicate()
+        log.seek(0)
+        said = log.read().decode("utf-8", "replace").strip().splitlines()[-_LINES_SHOWN:]
+    if code != 0 or not out.is_file():
         raise QuantlabError(
-            f"`{script.name}` ended with code {done.returncode}: {' | '.join(said)}",
+            f"`{script.name}` ended with code {code}: {' | '.join(said) or 'it said nothing'}",
             f"it runs with `{sys.executable}`: install what it needs there, or repair the model folder",
         )
     read_header(out)

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import ctypes
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
-import numpy as np
-import numpy.typing as npt
 
 from quantlab.core.errors import QuantlabError, missing_extra
+from quantlab.quantize.llama_model import LlamaModel
 
-Ids = npt.NDArray[np.int32]
+Mode = Literal["plain", "special"]
 
 _KEPT_DIFFERENCES = 20
 _CONTEXT_TOKENS = 3
-_LARGEST_PIECE = 1024
+# Two token sequences agree again where this many ids are the same, searched this far.
+_AGREEING_TOKENS = 4
+_SEARCHED_TOKENS = 64
 
 PROBE = """\
 The kettle sings at 7:45 a.m.; by 8 o'clock everyone's tea is cold — again. "Who'd have thought?", she asked.
@@ -35,7 +34,7 @@ class TokenDifference(msgspec.Struct, frozen=True):
     """One place where the two tokenizers part: `position` counts the tokenizer's tokens of text number `text`."""
 
     text: int
-    mode: Literal["plain", "special"]
+    mode: Mode
     position: int
     around: str
     expected: list[str]
@@ -65,37 +64,27 @@ def check_tokens(folder: Path, gguf: Path, texts: list[str]) -> TokenCheck:
     theirs = _tokenizer(folder)
     if theirs is None:
         return TokenCheck(0, 0, 0, 0, [])
-    found: list[TokenDifference] = []
-    n_ids = n_different = bos = expected_bos = 0
-    modes: tuple[Literal["plain", "special"], ...] = ("plain", "special")
-    with _Vocabulary(gguf) as ours:
+    differences: list[TokenDifference] = []
+    n_ids = n_different = 0
+    modes: tuple[Mode, ...] = ("plain", "special")
+    with LlamaModel(gguf) as ours:
         for mode in modes:
             special = mode == "special"
             theirs.encode_special_tokens = not special
             for number, text in enumerate(texts):
-                expected = np.array(theirs.encode(text, add_special_tokens=special).ids, np.int32)
-                got = ours.encode(text, special=special)
-                spans = _different_spans(expected, got, ours.piece)
+                expected = theirs.encode(text, add_special_tokens=special).ids
+                got = ours.encode(text, special=special, add_special=special)
+                spans = _different_spans(expected, got)
                 n_ids, n_different = n_ids + len(expected), n_different + len(spans)
-                for a, b in spans[: _KEPT_DIFFERENCES - len(found)]:
-                    found.append(_difference(ours, number, mode, (expected, a), (got, b)))
-                if special:
-                    bos = max(bos, _leading(got, ours.bos))
-                    expected_bos = max(expected_bos, _leading(expected, ours.bos))
-    return TokenCheck(n_ids, n_different, bos, expected_bos, found)
-
-
-def _difference(
-    vocabulary: _Vocabulary,
-    number: int,
-    mode: Literal["plain", "special"],
-    expected: tuple[Ids, slice],
-    got: tuple[Ids, slice],
-) -> TokenDifference:
-    (theirs, a), (ours, b) = expected, got
-    around = theirs[max(0, a.start - _CONTEXT_TOKENS) : a.stop + _CONTEXT_TOKENS]
-    pieces = [[vocabulary.text([token]) for token in ids] for ids in (theirs[a], ours[b])]
-    return TokenDifference(number, mode, a.start, vocabulary.text(around), *pieces)
+                for a, b in spans[: _KEPT_DIFFERENCES - len(differences)]:
+                    context = expected[max(0, a.start - _CONTEXT_TOKENS) : a.stop + _CONTEXT_TOKENS]
+                    around = theirs.decode(context, skip_special_tokens=False)
+                    pieces = [[str(theirs.id_to_token(token)) for token in ids] for ids in (expected[a], got[b])]
+                    differences.append(TokenDifference(number, mode, a.start, around, *pieces))
+        bos_token = theirs.token_to_id(ours.special_text("bos"))
+        bos = _leading(ours.encode("a", special=True, add_special=True), bos_token)
+        expected_bos = _leading(theirs.encode("a").ids, bos_token)
+    return TokenCheck(n_ids, n_different, bos, expected_bos, differences)
 
 
 def _tokenizer(folder: Path) -> Any:
@@ -112,74 +101,29 @@ def _tokenizer(folder: Path) -> Any:
         raise QuantlabError(f"`{path}` is damaged: {error}", "download it again") from error
 
 
-def _leading(ids: Ids, token: int) -> int:
-    others = np.flatnonzero(ids != token)
-    return int(others[0]) if len(others) else len(ids)
+def _leading(ids: list[int], token: int | None) -> int:
+    return next((n for n, i in enumerate(ids) if i != token), len(ids))
 
 
-def _different_spans(a: Ids, b: Ids, piece: Callable[[int], bytes]) -> list[tuple[slice, slice]]:
-    """Spans of `a` and `b` that stand for the same bytes with other tokens."""
-    if np.array_equal(a, b):
-        return []
+def _different_spans(a: list[int], b: list[int]) -> list[tuple[slice, slice]]:
+    """Spans in which `a` and `b` differ, each as short as the search finds it."""
     spans = []
     i = j = 0
-    while i < len(a) and j < len(b):
-        if a[i] == b[j]:
+    while i < len(a) or j < len(b):
+        if i < len(a) and j < len(b) and a[i] == b[j]:
             i, j = i + 1, j + 1
             continue
-        start, ahead = (i, j), 0
-        # Walk on with whichever is behind until both end at the same byte again.
-        while (i, j) == start or (ahead and i < len(a) and j < len(b)):
-            if ahead <= 0:
-                ahead, i = ahead + len(piece(int(a[i]))), i + 1
-            if ahead > 0 and j < len(b):
-                ahead, j = ahead - len(piece(int(b[j]))), j + 1
-        spans.append((slice(start[0], i), slice(start[1], j)))
-    if i < len(a) or j < len(b):
-        spans.append((slice(i, len(a)), slice(j, len(b))))
+        skip_a, skip_b = _resume(a, b, i, j)
+        spans.append((slice(i, i + skip_a), slice(j, j + skip_b)))
+        i, j = i + skip_a, j + skip_b
     return spans
 
 
-class _Vocabulary:
-    """The vocabulary of a GGUF in llama.cpp, without its weights."""
-
-    def __init__(self, path: Path) -> None:
-        try:
-            import llama_cpp.llama_cpp as lib
-        except ImportError:
-            raise missing_extra("llama-cpp-python", "gguf") from None
-        self._lib = lib
-        params = lib.llama_model_default_params()
-        params.vocab_only = True
-        lib.llama_backend_init()
-        self._model = lib.llama_model_load_from_file(str(path).encode(), params)
-        if not self._model:
-            raise QuantlabError(f"llama.cpp does not load the vocabulary of `{path}`", "convert the model again")
-        self._vocab = lib.llama_model_get_vocab(self._model)
-        self.bos: int = lib.llama_vocab_bos(self._vocab)
-        self._pieces: dict[int, bytes] = {}
-
-    def __enter__(self) -> _Vocabulary:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._lib.llama_model_free(self._model)
-
-    def encode(self, text: str, *, special: bool) -> Ids:
-        data = text.encode()
-        # A byte is at most one token, and the tokenizer adds a few around them.
-        buffer = (self._lib.llama_token * (len(data) + 8))()
-        n = self._lib.llama_tokenize(self._vocab, data, len(data), buffer, len(buffer), special, special)
-        if n < 0:
-            raise QuantlabError(f"llama.cpp does not tokenize a text of {len(data)} bytes", "use a shorter text")
-        return np.array(buffer[:n], np.int32)
-
-    def piece(self, token: int) -> bytes:
-        if token not in self._pieces:
-            buffer = ctypes.create_string_buffer(_LARGEST_PIECE)
-            n = self._lib.llama_token_to_piece(self._vocab, token, buffer, _LARGEST_PIECE, 0, True)
-            self._pieces[token] = buffer.raw[: max(0, n)]
-        return self._pieces[token]
-
-    def text(self, tokens: Sequence[int] | Ids) -> str:
-        return b"".join(self.piece(int(token)) for token in tokens).decode("utf-8", "replace")
+def _resume(a: list[int], b: list[int], i: int, j: int) -> tuple[int, int]:
+    """How many ids to leave out of both until they agree again for a while; all of them where they never do."""
+    for skipped in range(1, _SEARCHED_TOKENS):
+        for skip_a in range(skipped + 1):
+            x, y = i + skip_a, j + skipped - skip_a
+            if x <= len(a) and y <= len(b) and a[x : x + _AGREEING_TOKENS] == b[y : y + _AGREEING_TOKENS]:
+                return skip_a, skipped - skip_a
+    return len(a) - i, len(b) - j

@@ -7,6 +7,7 @@ Keys: ggml docs/gguf.md; their meaning: llama.cpp's src/llama-vocab.cpp.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,8 @@ _PADDING_SCORE, _ADDED_SCORE = -10000.0, -1000.0
 _CONTROL_LOOK = re.compile(r"<pad>|<mask>|<2mass>|\[@BOS@\]|<\|.*\|>|<｜.*｜>|<unused.*>", re.DOTALL)
 # SmolLM and the small Granite models name a BOS token and are not trained with one.
 _VOCAB_WITHOUT_BOS = 49152
+# What reading JSON of another form than expected ends in.
+_DAMAGED = (KeyError, TypeError, ValueError, AttributeError, IndexError)
 
 
 @dataclass
@@ -53,10 +56,13 @@ def read_vocabulary(folder: Path, vocab_size: int, *, arch: str) -> Vocabulary:
         raise QuantlabError(f"`{folder}` has neither tokenizer.json nor tokenizer.model", "download the tokenizer")
     described = read_json(path) if path.is_file() else {}
     config = _optional_json(folder / "tokenizer_config.json")
-    if not described or _is_sentencepiece(described):
-        vocabulary = _sentencepiece(folder, described, config, vocab_size)
-    else:
-        vocabulary = _byte_level(path, vocab_size)
+    try:
+        if not path.is_file() or _is_sentencepiece(described):
+            vocabulary = _sentencepiece(folder, described, config, vocab_size)
+        else:
+            vocabulary = _byte_level(path, vocab_size)
+    except _DAMAGED as error:
+        raise _damaged(folder, error) from error
     if arch == "llama" and vocab_size == _VOCAB_WITHOUT_BOS:
         vocabulary.adds_bos = False
     # llama.cpp's converter copies the setting for these only; BPE has no use for it.
@@ -64,6 +70,10 @@ def read_vocabulary(folder: Path, vocab_size: int, *, arch: str) -> Vocabulary:
         vocabulary.adds_space_prefix = prefix
     _check(vocabulary)
     return vocabulary
+
+
+def _damaged(folder: Path, error: Exception) -> QuantlabError:
+    return QuantlabError(f"the tokenizer of `{folder}` is damaged: {error!r}", "download it again")
 
 
 def _optional_json(path: Path) -> dict[str, Any]:
@@ -120,10 +130,7 @@ def _sentencepiece(folder: Path, described: dict[str, Any], config: dict[str, An
         pieces = dict(enumerate(zip(model.pieces, model.scores, model.types, strict=True)))
         prefix = model.adds_space_prefix
     else:
-        try:
-            pieces, prefix = _from_merges(described["model"]), True
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise QuantlabError(f"tokenizer.json is damaged: {error!r}", "download it again") from error
+        pieces, prefix = _from_merges(described["model"]), True
     if described:
         prefix = _prepends_space(described)
     _check_size([i for i, piece in pieces.items() if piece[2] != _UNUSED], vocab_size)
@@ -175,15 +182,12 @@ def _prepends_space(described: dict[str, Any]) -> bool:
 
 def _listed_tokens(folder: Path, described: dict[str, Any], config: dict[str, Any]) -> Iterator[tuple[int, str, bool]]:
     """(id, text, special) of every added token, in each place where versions of transformers put them."""
-    try:
-        for token, i in _optional_json(folder / "added_tokens.json").items():
-            yield int(i), token, False
-        for key, entry in config.get("added_tokens_decoder", {}).items():
-            yield int(key), str(entry["content"]), bool(entry.get("special"))
-        for entry in described.get("added_tokens", []):
-            yield int(entry["id"]), str(entry["content"]), bool(entry.get("special"))
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise QuantlabError(f"the added tokens of `{folder}` are damaged: {error!r}", "download them again") from error
+    for token, i in _optional_json(folder / "added_tokens.json").items():
+        yield int(i), token, False
+    for key, entry in config.get("added_tokens_decoder", {}).items():
+        yield int(key), str(entry["content"]), bool(entry.get("special"))
+    for entry in described.get("added_tokens", []):
+        yield int(entry["id"]), str(entry["content"]), bool(entry.get("special"))
 
 
 def _check_size(ids: list[int], vocab_size: int) -> None:
@@ -196,10 +200,10 @@ def _check_size(ids: list[int], vocab_size: int) -> None:
 
 def _check(vocabulary: Vocabulary) -> None:
     """Refuse tables that make llama.cpp end the process: it asserts and looks up without a check."""
-    seen: set[str] = set()
-    if twice := [token for token in vocabulary.tokens if token in seen or seen.add(token)]:  # type: ignore[func-returns-value]
+    counts = Counter(vocabulary.tokens)
+    if twice := [token for token, n in counts.items() if n > 1]:
         raise QuantlabError(f"the tokenizer has tokens of the same text: {list_names(twice)}", UPSTREAM_HINT)
-    if vocabulary.kind == "llama" and any(f"<0x{byte:02X}>" not in seen for byte in range(256)):
+    if vocabulary.kind == "llama" and any(f"<0x{byte:02X}>" not in counts for byte in range(256)):
         raise QuantlabError("the tokenizer lacks some of the 256 byte tokens", "llama.cpp cannot run without them")
 
 
@@ -217,15 +221,13 @@ def write_vocabulary(writer: Any, vocabulary: Vocabulary, folder: Path) -> None:
         writer.add_add_space_prefix(vocabulary.adds_space_prefix)
     try:
         special = gguf.SpecialVocab(folder, load_merges=vocabulary.kind == "gpt2", n_vocab=len(vocabulary.tokens))
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
-        raise QuantlabError(
-            f"the tokenizer files of `{folder}` are damaged: {error!r}", "download them again"
-        ) from error
+        # gguf looks for the template file only where there is a tokenizer_config.json.
+        if special.chat_template is None and (path := folder / "chat_template.jinja").is_file():
+            special.chat_template = path.read_text(encoding="utf-8")
+    except _DAMAGED as error:
+        raise _damaged(folder, error) from error
     if vocabulary.kind == "gpt2" and not special.merges:
         raise QuantlabError("tokenizer.json holds no merges", "download it again")
     if vocabulary.adds_bos is not None:
         special.add_special_token["bos"] = vocabulary.adds_bos
-    # gguf looks for the template file only where there is a tokenizer_config.json.
-    if special.chat_template is None and (path := folder / "chat_template.jinja").is_file():
-        special.chat_template = path.read_text(encoding="utf-8")
     special.add_to_gguf(writer, quiet=True)

@@ -139,7 +139,7 @@ class Checkpoint:
             if not is_finite(narrow, outtype):
                 raise QuantlabError(
                     f"the tensor `{name}` holds {np.abs(wide).max():.6g}, too large for {outtype.name}",
-                    "convert to BF16, which has the range of float32" if outtype.name == "F16" else "convert to F32",
+                    f"use `--outtype {'BF16' if outtype.name == 'F16' else 'F32'}`",
                 )
             yield narrow
 

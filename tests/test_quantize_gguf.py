@@ -1,0 +1,483 @@
+"""quantize --method gguf: stored bytes, records, warnings, refusals, and what a killed or failed run leaves."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import random
+import resource
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import gguf
+import llama_cpp
+import numpy as np
+import pytest
+
+from quantlab.core.artifact import read_record
+from quantlab.core.errors import QuantlabError, UsageError
+from quantlab.core.gguf_file import TYPES as STORED
+from quantlab.core.gguf_file import read_header
+from quantlab.core.model import ModelFile
+from quantlab.core.progress import silent
+from quantlab.core.result import Outcome
+from quantlab.quantize import methods
+from quantlab.quantize.gguf_work import Job
+from quantlab.quantize.llama_quantize import quantize
+from quantlab.quantize.spec import (
+    NEED_IMATRIX,
+    TYPES,
+    QuantizeSpec,
+    check_spec,
+    refuse_foreign_options,
+    split_weight,
+)
+from tests.tiny import LAYERS, model_file, stored_metadata, stored_tensors, write_model
+
+MATRICES = [f"blk.{i}.{kind}.weight" for i in range(LAYERS) for kind in ("attn_q", "ffn_down")]
+
+
+def run(model: Path, out: Path, **options: Any) -> Outcome:
+    return methods.run(QuantizeSpec(model_file(model), str(out), threads=1, **options), silent)
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Columns of 256 and 512: every type fits."""
+    path = tmp_path_factory.mktemp("wide") / "wide.gguf"
+    write_model(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def narrow(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Columns of 64 and 96: no block of 256 fits."""
+    path = tmp_path_factory.mktemp("narrow") / "narrow.gguf"
+    write_model(path, hidden=64, ffn=96)
+    return path
+
+
+def test_file_types_are_those_of_the_library() -> None:
+    found = {
+        name.removeprefix("LLAMA_FTYPE_").removeprefix("MOSTLY_").removeprefix("ALL_"): number
+        for name, number in vars(llama_cpp).items()
+        if name.startswith("LLAMA_FTYPE_")
+    }
+    # GUESSED is no type, and llama_model_quantize has no quantizer for NVFP4.
+    del found["GUESSED"], found["NVFP4"]
+    assert found == TYPES
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One layer, for the types that take a second for every 100,000 weights."""
+    path = tmp_path_factory.mktemp("small") / "small.gguf"
+    write_model(path, ffn=256, layers=1)
+    return path
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_every_type_that_is_offered_is_written(kind: str, small: Path, tmp_path: Path) -> None:
+    matrices = [name for name in stored_tensors(small) if name.startswith("blk.") and "norm" not in name]
+    importance = {name: np.ones(256, np.float32) for name in matrices} if kind in NEED_IMATRIX else {}
+    job = Job(str(tmp_path / "o.gguf"), kind, metadata={"quantlab.type": kind})
+    quantize(small, job, importance, threads=2, progress=silent)
+    # The gguf package does not know Q2_0.
+    metadata = read_header(tmp_path / "o.gguf").metadata
+    assert metadata["general.file_type"] == TYPES[kind]
+    assert metadata["quantlab.type"] == kind
+
+
+@pytest.mark.parametrize("kind", sorted(NEED_IMATRIX))
+def test_the_library_itself_refuses_these_types_without_importance(kind: str, small: Path, tmp_path: Path) -> None:
+    with pytest.raises(QuantlabError, match="imatrix|importance"):
+        quantize(small, Job(str(tmp_path / "o.gguf"), kind), {}, threads=1, progress=silent)
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"])
+def test_stored_bytes_are_those_of_the_python_reference(kind: str, tmp_path: Path) -> None:
+    weights = write_model(tmp_path / "m.gguf")
+    run(tmp_path / "m.gguf", tmp_path / "o.gguf", type=kind)
+    stored = stored_tensors(tmp_path / "o.gguf")
+    for name in MATRICES:
+        expected = gguf.quants.quantize(weights[name], gguf.GGMLQuantizationType[kind])
+        if stored[name][0] == kind:  # the library keeps some matrices in more bits
+            assert stored[name][1] == expected.tobytes(), name
+    assert sum(stored[name][0] == kind for name in MATRICES) >= 2
+
+
+def test_importance_reaches_the_quantizer(wide: Path, tmp_path: Path) -> None:
+    plain = Job(str(tmp_path / "plain.gguf"), "Q4_0")
+    weighed = Job(str(tmp_path / "weighed.gguf"), "Q4_0")
+    importance = {"blk.1.attn_q.weight": np.linspace(1, 100, 256, dtype=np.float32)}
+    quantize(wide, plain, {}, threads=1, progress=silent)
+    quantize(wide, weighed, importance, threads=1, progress=silent)
+    a, b = stored_tensors(tmp_path / "plain.gguf"), stored_tensors(tmp_path / "weighed.gguf")
+    assert {name for name in a if a[name] != b[name]} >= {"blk.1.attn_q.weight"}
+    assert a["blk.1.attn_k.weight"] == b["blk.1.attn_k.weight"]
+
+
+def test_the_outcome_says_what_is_stored(wide: Path, tmp_path: Path) -> None:
+    seen: list[str] = []
+    out = tmp_path / "wide-Q4_K_M.gguf"
+    spec = QuantizeSpec(model_file(wide), str(out), threads=1, type="q4_k_m")
+    outcome = methods.run(spec, lambda stage, done, total: seen.append(stage))
+    stored = stored_tensors(out)
+    counts = {kind: sum(1 for k, _ in stored.values() if k == kind) for kind, _ in stored.values()}
+    assert outcome.details["got"] == counts
+    assert {kind: entry.count for kind, entry in outcome.model.tensor_types.items()} == counts
+    assert outcome.label == "wide-Q4_K_M"
+    assert outcome.model.method == "gguf"
+    assert outcome.model.size_bytes == out.stat().st_size
+    assert set(outcome.measurements) == {"duration", "peak_process_bytes", "size_bytes", "bits_per_weight"}
+    # The child alone holds Python, numpy and llama.cpp.
+    assert 20e6 < outcome.measurements["peak_process_bytes"].samples[0] < 1e9
+    assert {"quantize", "check"} <= set(seen)
+    assert [notice.code for notice in outcome.warnings] == ["small-model"]
+
+
+def test_the_record_names_content_and_no_place(wide: Path, tmp_path: Path) -> None:
+    out = tmp_path / "o.gguf"
+    text = tmp_path / "secret.txt"
+    text.write_text("A line of calibration text that nobody should find again. " * 200)
+    outcome = run(
+        wide, out, imatrix=True, calib=[str(text)], calib_samples=2, calib_length=64, skip=["attn_q"], type="Q8_0"
+    )
+    record = read_record(out)
+    assert record is not None
+    assert record.sha256 == outcome.model.sha256 == model_file(out).sha256
+    assert record.parent_sha256 == model_file(wide).sha256
+    assert record.calibration is not None and record.calibration["samples"] == 2
+    metadata = stored_metadata(out)
+    assert metadata["quantlab.type"] == "Q8_0"
+    assert metadata["quantlab.parent"] == "wide"
+    assert metadata["quantlab.parent_sha256"] == record.parent_sha256
+    assert metadata["quantlab.calibration_sha256"] == record.calibration["sha256"]
+    assert metadata["quantize.imatrix.file"] == "o.imatrix.gguf"
+    assert metadata["quantize.imatrix.chunks_count"] == 2
+    assert (tmp_path / "o.imatrix.gguf").is_file()
+    for file in (out, tmp_path / "o.gguf.json", tmp_path / "o.imatrix.gguf"):
+        content = file.read_bytes()
+        assert str(tmp_path).encode() not in content and str(wide.parent).encode() not in content
+        assert b"nobody should find" not in content
+
+
+def test_the_computed_importance_is_what_the_quantizer_uses(wide: Path, tmp_path: Path) -> None:
+    run(wide, tmp_path / "o.gguf", imatrix=True, type="Q4_K_M", calib_samples=3, calib_length=64)
+    tensors = {t.name: t.data for t in gguf.GGUFReader(tmp_path / "o.imatrix.gguf").tensors}
+    importance = {
+        name.removesuffix(".in_sum2"): (data / tensors[name.replace("in_sum2", "counts")]).astype(np.float32)
+        for name, data in tensors.items()
+        if name.endswith(".in_sum2")
+    }
+    quantize(wide, Job(str(tmp_path / "again.gguf"), "Q4_K_M"), importance, threads=1, progress=silent)
+    assert stored_tensors(tmp_path / "again.gguf") == stored_tensors(tmp_path / "o.gguf")
+
+
+def test_a_label_that_does_not_fit_is_told(narrow: Path, tmp_path: Path) -> None:
+    outcome = run(narrow, tmp_path / "o.gguf", type="Q4_K_M")
+    n = outcome.model.tensor_types["Q5_0"].count
+    total = sum(entry.count for entry in outcome.model.tensor_types.values())
+    [notice] = [notice for notice in outcome.warnings if notice.code == "label-content"]
+    expected = f"Q4_K_M: {n} of {total} tensors stored as Q5_0, because 64 and 96 are not a multiple of 256: "
+    assert notice.message.startswith(expected)
+    got, nominal = notice.message.removeprefix(expected).split(" bits per weight, not ")
+    assert float(got) == pytest.approx(outcome.model.bits_per_weight, abs=0.005)
+    # Q4_K takes 4.5 bits, Q6_K 6.5625; the vectors are few.
+    assert 4.5 < float(nominal) < 6.6 < outcome.model.bits_per_weight + 0.9
+    assert outcome.details["fallbacks"][0]["wanted"] == "Q4_K"
+
+
+def test_skipped_matrices_stay_in_16_bits(wide: Path, tmp_path: Path) -> None:
+    run(wide, tmp_path / "o.gguf", type="Q4_0", skip=[r"attn_[qk]\.", "token_embd"])
+    stored, before = stored_tensors(tmp_path / "o.gguf"), stored_tensors(wide)
+    kept = {name for name, (kind, _) in stored.items() if kind == "F16"}
+    assert kept == {"token_embd.weight", *(f"blk.{i}.attn_{x}.weight" for i in range(LAYERS) for x in "qk")}
+    assert all(stored[name] == before[name] for name in kept)
+
+
+def test_a_quantized_input_is_refused_by_its_types_unless_allowed(wide: Path, tmp_path: Path) -> None:
+    run(wide, tmp_path / "q8.gguf", type="Q8_0")
+    with pytest.raises(UsageError, match=r"quantized already \(Q8_0\)") as caught:
+        run(tmp_path / "q8.gguf", tmp_path / "o.gguf", type="Q4_0")
+    assert "--allow-requantize" in caught.value.hint
+    assert not (tmp_path / "o.gguf").exists()
+    outcome = run(tmp_path / "q8.gguf", tmp_path / "o.gguf", type="Q4_0", allow_requantize=True)
+    assert "requantized" in [notice.code for notice in outcome.warnings]
+
+
+def test_output_is_kept_unless_forced(wide: Path, tmp_path: Path) -> None:
+    out = tmp_path / "o.gguf"
+    out.write_bytes(b"precious")
+    with pytest.raises(QuantlabError, match="exists") as caught:
+        run(wide, out)
+    assert "--force" in caught.value.hint and not isinstance(caught.value, UsageError)
+    assert out.read_bytes() == b"precious"
+    run(wide, out, force=True)
+    assert "token_embd.weight" in stored_tensors(out)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"type": "Q4_K_N"}, "unknown type `Q4_K_N`"),
+        ({"type": "IQ2_XS"}, "needs an importance matrix"),
+        ({"type": "IQ3_XXS"}, "needs an importance matrix"),
+        ({"method": "awq"}, "not built by this version"),
+        ({"method": "guff"}, "unknown method `guff`"),
+        ({"type": "F16", "imatrix": True}, "does nothing for `F16`"),
+        ({"type": "F16", "skip": ["q"]}, "does nothing for `F16`"),
+        ({"calib": ["builtin_en"]}, "without `--imatrix`"),
+        ({"imatrix": True, "calib": ["builtin_en:0"]}, "no weight above 0"),
+        ({"imatrix": True, "calib": ["builtin_eval"]}, "evaluation text"),
+        ({"imatrix": True, "calib": ["builtin_english"]}, "unknown calibration text"),
+        ({"imatrix": True, "calib_length": 8}, "calibration samples"),
+        ({"skip": ["no_such_matrix"]}, "matches no matrix"),
+        ({"skip": ["("]}, "no regular expression"),
+        ({"skip": ["attn_norm"]}, "matches no matrix"),
+        ({"outtype": "BF16"}, "are for a folder"),
+        ({"outtype": "F64"}, "unknown outtype"),
+        ({"threads": 0}, "--threads 0"),
+    ],
+)
+def test_wrong_use_is_refused_before_any_work(
+    options: dict[str, Any], message: str, wide: Path, tmp_path: Path
+) -> None:
+    spec = QuantizeSpec(model_file(wide), str(tmp_path / "o.gguf"), **options)
+    with pytest.raises(UsageError, match=message.replace("(", r"\(")):
+        methods.run(spec, silent)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_unknown_types_and_aliases() -> None:
+    model = ModelFile("m.gguf", "m", "m.gguf", "0" * 64)
+    assert check_spec(QuantizeSpec(model, "", type="q5_k")).type == "Q5_K_M"
+    with pytest.raises(UsageError) as caught:
+        check_spec(QuantizeSpec(model, "", type="q4km"))
+    assert "`Q4_K_M`" in caught.value.hint
+    with pytest.raises(UsageError, match=r"does not end in \.gguf"):
+        check_spec(QuantizeSpec(model, "model"))
+
+
+def test_options_of_other_methods_are_refused_by_name() -> None:
+    refuse_foreign_options("gguf", {"bits": None, "group_size": None})
+    with pytest.raises(UsageError, match="`--bits`, `--group-size` does not belong"):
+        refuse_foreign_options("gguf", {"bits": 4, "group_size": 128, "scheme": None})
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("c4", ("c4", 1.0)), ("c4:2.5", ("c4", 2.5)), ("/a:b/c.txt", ("/a:b/c.txt", 1.0)), ("/a.txt:3", ("/a.txt", 3.0))],
+)
+def test_weights_of_texts(text: str, expected: tuple[str, float]) -> None:
+    assert split_weight(text) == expected
+
+
+@pytest.mark.parametrize("kind", ["F32", "F16", "BF16"])
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_weights_that_are_not_finite_are_named(kind: str, bad: float, tmp_path: Path) -> None:
+    values = np.full((256, 256), 0.01, np.float32)
+    values[3, 5] = bad
+    write_model(tmp_path / "m.gguf", kind=kind, replace={"blk.1.attn_q.weight": values})
+    with pytest.raises(QuantlabError, match=r"`blk\.1\.attn_q\.weight` holds weights that are not finite"):
+        run(tmp_path / "m.gguf", tmp_path / "out" / "o.gguf", type="Q8_0")
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_damaged_and_foreign_files_are_refused(wide: Path, tmp_path: Path) -> None:
+    whole = wide.read_bytes()
+    for name, content in {
+        "cut": whole[: len(whole) // 2],
+        "head": whole[:1000],
+        "foreign": b"PK\x03\x04" + bytes(1000),
+        "empty": b"",
+    }.items():
+        path = tmp_path / f"{name}.gguf"
+        path.write_bytes(content)
+        with pytest.raises(QuantlabError, match=name):
+            run(path, tmp_path / "out.gguf")
+    vocabulary = tmp_path / "unknown.gguf"
+    writer = gguf.GGUFWriter(vocabulary, "no-such-architecture")
+    writer.add_tensor("w.weight", np.zeros((256, 256), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(QuantlabError, match="unknown model architecture"):
+        run(vocabulary, tmp_path / "out.gguf")
+    assert not (tmp_path / "out.gguf").exists()
+
+
+def test_an_artifact_that_fails_its_check_is_kept_aside(tmp_path: Path) -> None:
+    huge = np.full(256, 1e38, np.float32)
+    write_model(tmp_path / "m.gguf", kind="F32", replace={"output_norm.weight": huge})
+    with pytest.raises(QuantlabError, match="logits are not finite") as caught:
+        run(tmp_path / "m.gguf", tmp_path / "out" / "o.gguf", type="Q8_0")
+    left = sorted(path.name for path in (tmp_path / "out").iterdir())
+    assert left == ["o.gguf.rejected", "o.gguf.rejected.txt"]
+    assert "not finite" in (tmp_path / "out" / "o.gguf.rejected.txt").read_text()
+    assert "o.gguf.rejected" in caught.value.hint
+
+
+def test_a_head_stored_twice_is_told(tmp_path: Path) -> None:
+    weights = write_model(tmp_path / "tied.gguf")
+    write_model(tmp_path / "m.gguf", tied=False, replace={"output.weight": weights["token_embd.weight"]})
+    write_model(tmp_path / "own.gguf", tied=False)
+    outcome = run(tmp_path / "m.gguf", tmp_path / "o.gguf", type="Q8_0")
+    assert "tied-head-duplicated" in [notice.code for notice in outcome.warnings]
+    outcome = run(tmp_path / "own.gguf", tmp_path / "o2.gguf", type="Q8_0")
+    assert "tied-head-duplicated" not in [notice.code for notice in outcome.warnings]
+
+
+def test_a_full_disk_leaves_nothing(tmp_path: Path) -> None:
+    write_model(tmp_path / "m.gguf", ffn=2048)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    # A file that may not grow fails as one on a full disk does.
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, limits[1]))
+    try:
+        with pytest.raises(QuantlabError, match="could not write"):
+            run(tmp_path / "m.gguf", tmp_path / "out" / "o.gguf", type="Q8_0")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_too_little_room_is_told_before_any_work(wide: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Usage:
+        free = 1000
+
+    monkeypatch.setattr("shutil.disk_usage", lambda _: Usage)
+    monkeypatch.setattr("quantlab.quantize.gguf.run_in_child", lambda *_: pytest.fail("work was begun"))
+    with pytest.raises(QuantlabError, match="free"):
+        run(wide, tmp_path / "o.gguf")
+
+
+SCRIPT = """
+import sys
+from pathlib import Path
+from quantlab.core.gguf_file import TYPES as STORED
+from quantlab.core.gguf_file import read_header
+from quantlab.core.model import ModelFile
+from quantlab.core.progress import silent
+from quantlab.quantize import methods
+from quantlab.quantize.spec import QuantizeSpec
+from tests.tiny import model_file
+methods.run(QuantizeSpec(model_file(Path(sys.argv[1])), sys.argv[2], threads=1, type="Q4_K_M", force=True), silent)
+"""
+
+
+def test_a_killed_run_leaves_nothing_that_looks_finished(tmp_path: Path) -> None:
+    write_model(tmp_path / "m.gguf", ffn=8192)
+    out = tmp_path / "out" / "o.gguf"
+    command = [sys.executable, "-c", SCRIPT, str(tmp_path / "m.gguf"), str(out)]
+    root = Path(__file__).resolve().parents[1]
+    start = time.monotonic()
+    subprocess.run(command, check=True, cwd=root)
+    whole_s = time.monotonic() - start
+    finished = stored_tensors(out)
+    draw = random.Random(5)
+    for _ in range(6):
+        for path in out.parent.iterdir():
+            if not path.name.endswith(".partial"):
+                path.unlink()
+        process = subprocess.Popen(command, cwd=root)
+        time.sleep(draw.uniform(0.2, 0.95) * whole_s)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        # Killed late, the run may have been done: then what is there is whole.
+        if out.exists():
+            assert stored_tensors(out) == finished
+        assert {path.name for path in out.parent.iterdir() if not path.name.startswith(".")} <= {
+            "o.gguf",
+            "o.gguf.json",
+        }
+    # The child of a killed run ends by itself, and the next run removes what was left.
+    time.sleep(1)
+    subprocess.run(command, check=True, cwd=root)
+    assert stored_tensors(out) == finished
+    assert sorted(path.name for path in out.parent.iterdir()) == ["o.gguf", "o.gguf.json"]
+
+
+def test_a_dry_run_predicts_what_the_run_writes(wide: Path, narrow: Path, tmp_path: Path) -> None:
+    for number, (model, kind) in enumerate([(wide, "Q4_K_M"), (narrow, "Q6_K"), (wide, "F32")]):
+        out = tmp_path / f"{number}" / "o.gguf"
+        spec = QuantizeSpec(model_file(model), str(out), threads=1, type=kind)
+        predicted = methods.dry_run(spec, silent)
+        assert not out.parent.exists()
+        outcome = methods.run(spec, silent)
+        assert predicted.size_bytes == out.stat().st_size
+        assert predicted.bits_per_weight == outcome.model.bits_per_weight
+        assert predicted.tensor_types == outcome.model.tensor_types
+        assert predicted.peak_process_bytes == pytest.approx(
+            outcome.measurements["peak_process_bytes"].samples[0], rel=0.5
+        )
+        told = [notice for notice in outcome.warnings if notice.code == "label-content"]
+        assert predicted.warnings == told
+
+
+def test_a_dry_run_of_a_type_that_needs_importance(wide: Path, tmp_path: Path) -> None:
+    spec = QuantizeSpec(model_file(wide), str(tmp_path / "o.gguf"), type="IQ2_XS", imatrix=True)
+    predicted = methods.dry_run(spec, silent)
+    assert predicted.tensor_types["IQ2_XS"].count > 0
+    assert predicted.quantize_s > 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_is_converted_once_and_used_again(stories: Path, tmp_path: Path) -> None:
+    base = tmp_path / "stories260K-F16.gguf"
+    first = run(stories, base, type="F16")
+    assert first.details["base"] == "converted"
+    assert first.model.method == "none"
+    assert first.details["tokenizer"]["n_different"] == 0
+    again = run(stories, tmp_path / "stories260K-Q8_0.gguf", type="Q8_0")
+    assert again.details["base"] == "reused"
+    assert "convert" not in again.details["stages_s"]
+    # A base that is not what its record says is not trusted.
+    data = bytearray(base.read_bytes())
+    data[-100] ^= 1
+    base.write_bytes(data)
+    third = run(stories, tmp_path / "third.gguf", type="Q8_0")
+    assert third.details["base"] == "converted"
+    assert stored_tensors(tmp_path / "third.gguf") == stored_tensors(tmp_path / "stories260K-Q8_0.gguf")
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert not [name for name in names if name.startswith(".")]
+
+
+def test_the_types_of_a_folder_are_predicted_without_converting_it(stories: Path, tmp_path: Path) -> None:
+    spec = QuantizeSpec(model_file(stories), str(tmp_path / "o.gguf"), threads=1, type="Q4_K_M")
+    predicted = methods.dry_run(spec, silent)
+    assert list(tmp_path.iterdir()) == []
+    outcome = methods.run(spec, silent)
+    assert predicted.tensor_types == outcome.model.tensor_types
+    assert predicted.size_bytes == pytest.approx((tmp_path / "o.gguf").stat().st_size, rel=0.001)
+
+
+def test_a_folder_without_its_files_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    spec = QuantizeSpec(ModelFile(str(folder), "model", "model", "0" * 64), str(tmp_path / "o.gguf"))
+    with pytest.raises(QuantlabError, match=r"no config\.json"):
+        methods.run(spec, silent)
+    (folder / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"]}))
+    with pytest.raises(QuantlabError, match="safetensors"):
+        methods.run(spec, silent)
+
+
+def test_block_sizes_are_those_of_the_library() -> None:
+    lib = llama_cpp.llama_cpp._lib
+    lib.ggml_type_name.restype = ctypes.c_char_p
+    lib.ggml_blck_size.restype = ctypes.c_int64
+    lib.ggml_type_size.restype = ctypes.c_size_t
+    for number in range(43):
+        name = lib.ggml_type_name(number)
+        if lib.ggml_type_size(number) == 0:
+            assert number not in STORED
+            continue
+        assert STORED[number] == (name.decode().upper(), lib.ggml_blck_size(number), lib.ggml_type_size(number))
+    for kind, (block, size_bytes) in gguf.GGML_QUANT_SIZES.items():
+        # The package has 40 bytes for Q8_1: two float32 where ggml-common.h has two half floats.
+        assert STORED[int(kind)] == (kind.name, block, 36 if kind.name == "Q8_1" else size_bytes)
