@@ -227,7 +227,7 @@ def write_folder(
     tokenizer.save(str(folder / "tokenizer.json"))
     named = tokenizer_config if tokenizer_config is not None else {"bos_token": "<s>", "eos_token": "</s>"}
     (folder / "tokenizer_config.json").write_text(json.dumps(named))
-    c = config(family, tokenizer.get_vocab_size(), **changed)
+    c = config(family, changed.pop("vocab_size", tokenizer.get_vocab_size()), **changed)
     (folder / "config.json").write_text(json.dumps(c))
     weights = random_weights(family, c) if weights is None else weights
     write_weights(folder, weights, kind, shards)

@@ -52,6 +52,7 @@ def write_model(
     out.add_eos_token_id(2)
     out.add_chat_template(TEMPLATE)
     for key, value in (metadata or {}).items():
+        out.kv_data[0].pop(key, None)
         add = out.add_bool if isinstance(value, bool) else out.add_uint32 if isinstance(value, int) else out.add_string
         add(key, value)
     weights = {}

@@ -293,7 +293,7 @@ def _read_jsonl(text: str, path: Path) -> tuple[list[str], list[list[Message]]]:
             if "messages" in row:
                 conversations.append(_messages(row["messages"]))
             else:
-                documents.append(row["text"].strip())
+                documents.append(_sound(row["text"].strip()))
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             hint = 'each line is {"text": "..."} or {"messages": [{"role": "...", "content": "..."}]}'
             raise QuantlabError(f"`{path}` line {number} is not readable: {error!r}", hint) from error
@@ -303,7 +303,12 @@ def _read_jsonl(text: str, path: Path) -> tuple[list[str], list[list[Message]]]:
 
 
 def _messages(value: Any) -> list[Message]:
-    return [{"role": str(m["role"]), "content": str(m["content"])} for m in value]
+    return [{"role": str(m["role"]), "content": _sound(str(m["content"]))} for m in value]
+
+
+def _sound(text: str) -> str:
+    r"""The text without lone surrogates, which JSON can write (`\ud800`) and UTF-8 cannot."""
+    return text.encode("utf-8", "replace").decode()
 
 
 def _fallback(card: Card, error: QuantlabError) -> Corpus:

@@ -52,6 +52,8 @@ def run(spec: QuantizeSpec, progress: Progress) -> Outcome:
     out = Path(spec.out)
     source = read_source(spec)
     imatrix_path = out.with_suffix(".imatrix.gguf")
+    if out.resolve() == source.path.resolve():
+        raise UsageError(f"`{out}` is the input itself", "give the artifact another name with `--out`")
     for path in (out, imatrix_path) if spec.imatrix else (out,):
         check_output(path, force=spec.force)
     check_space(out.parent, least_bytes(spec, source))

@@ -17,7 +17,7 @@ from quantlab.core.result import Measurement, ModelInfo, Notice, RuntimeInfo
 from quantlab.quantize.gguf_source import Source
 from quantlab.quantize.gguf_work import Done, Fallback
 from quantlab.quantize.spec import WIDE_TYPES, Prediction, QuantizeSpec, split_weight
-from quantlab.quantize.tensors import is_quantized, nominal_bits, stored_bytes
+from quantlab.quantize.tensors import is_quantized, misfit, nominal_bits, stored_bytes
 
 _SMALL_PARAMS = 1_000_000_000
 # llama.cpp works through larger tensors in slabs of this size.
@@ -138,12 +138,11 @@ def label_notices(
         return []
     (most, _), *_ = _grouped(fallbacks)
     alike = [fallback for fallback in fallbacks if fallback.stored == most.stored]
-    columns = sorted({fallback.columns for fallback in alike})
     return [
         Notice(
             "label-content",
             f"{label}: {len(alike)} of {len(tensors)} tensors stored as {most.stored}, because "
-            f"{' and '.join(map(str, columns))} {'is' if len(columns) == 1 else 'are'} not a multiple of {most.block}: "
+            f"{misfit((fallback.columns for fallback in alike), most.block)}: "
             f"{bits_per_weight:.2f} bits per weight, not {nominal_bits(tensors, fallbacks):.1f}",
             "types with blocks of 32 (Q8_0, Q5_0, Q4_0, IQ4_NL) are stored as their label says",
         )

@@ -13,9 +13,10 @@ from quantlab.core.gguf_file import TYPES as STORED_TYPES
 from quantlab.core.gguf_file import GGUFHeader, TensorInfo
 from quantlab.core.progress import Progress
 from quantlab.core.result import Measurement, ModelInfo, Notice, Outcome
+from quantlab.core.text import printable
 from quantlab.quantize.inspection_folder import inspect_folder
 from quantlab.quantize.spec import TYPES, InspectSpec
-from quantlab.quantize.tensors import HEADS, head_is_copy, is_quantized, whole_header
+from quantlab.quantize.tensors import HEADS, head_is_copy, is_quantized, misfit, whole_header
 
 # The CPUs for which llama.cpp interleaves rows of a type at load, for faster kernels (ggml-cpu/repack.cpp).
 _AVX2_OR_NEON, _NEON = "AVX2 or NEON dotprod", "NEON dotprod"
@@ -79,11 +80,11 @@ def _inspect_gguf(path: Path, info: ModelInfo) -> tuple[dict[str, Any], list[Not
     head, head_warnings = _head(path, header)
     tensor_bytes = sum(tensor.size_bytes for tensor in header.tensors)
     details = {
-        "architecture": arch,
+        "architecture": _fact(arch),
         "scheme": label or "unlabelled",
-        "record": {key: value for key, value in metadata.items() if key.startswith("quantlab.")},
+        "record": {printable(key): _fact(value) for key, value in metadata.items() if key.startswith("quantlab.")},
         "sizes": {"tensors_bytes": tensor_bytes, "metadata_bytes": info.size_bytes - tensor_bytes},
-        "n_ctx_train": metadata.get(f"{arch}.context_length"),
+        "n_ctx_train": _fact(metadata.get(f"{arch}.context_length")),
         "kernels": _kernels(header.tensors),
         "tokenizer": tokenizer,
         "chat_template": isinstance(metadata.get("tokenizer.chat_template"), str),
@@ -120,8 +121,8 @@ def _label_notices(label: str | None, tensors: list[TensorInfo], info: ModelInfo
         return []
     block = _BLOCKS[wanted]
     stored = [tensor for tensor in tensors if tensor.type == most]
-    columns = sorted({tensor.shape[0] for tensor in stored if tensor.shape[0] % block})
-    why = f", because {' and '.join(map(str, columns))} is not a multiple of {block}" if columns else ""
+    columns = {tensor.shape[0] for tensor in stored if tensor.shape[0] % block}
+    why = f", because {misfit(columns, block)}" if columns else ""
     return [
         Notice(
             "label-content",
@@ -151,7 +152,7 @@ def _tokenizer(header: GGUFHeader) -> tuple[dict[str, Any], list[Notice]]:
     for name, token in (("BOS", bos), ("EOS", eos)):
         if token is not None and not (isinstance(token, int) and 0 <= token < n_tokens):
             warnings.append(
-                Notice("special-token", f"{name} is token {token} of {n_tokens}", "convert the model again")
+                Notice("special-token", f"{name} is token {_fact(token)} of {n_tokens}", "convert the model again")
             )
     if kind == "gpt2" and pre is None:
         warnings.append(
@@ -172,10 +173,17 @@ def _tokenizer(header: GGUFHeader) -> tuple[dict[str, Any], list[Notice]]:
             )
         )
     facts = {
-        "model": kind, "pre": pre, "tokens": n_tokens, "embedding_rows": rows, "bos": bos, "eos": eos,
-        "adds_bos": adds_bos,
+        "model": _fact(kind), "pre": _fact(pre), "tokens": n_tokens, "embedding_rows": rows,
+        "bos": _fact(bos), "eos": _fact(eos), "adds_bos": _fact(adds_bos),
     }  # fmt: skip
     return facts, warnings
+
+
+def _fact(value: Any) -> str | int | float | None:
+    """A value of the metadata as it may be shown and stored; a file may hold anything there."""
+    if isinstance(value, str):
+        return printable(value)
+    return value if isinstance(value, int | float | None) else f"({type(value).__name__})"
 
 
 def _head(path: Path, header: GGUFHeader) -> tuple[str, list[Notice]]:

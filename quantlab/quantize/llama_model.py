@@ -107,6 +107,11 @@ class LlamaModel:
         return int(lib.llama_vocab_n_tokens(self._vocab))
 
     @property
+    def n_ctx_train(self) -> int:
+        """The context that the model was trained for."""
+        return int(lib.llama_model_n_ctx_train(self._model))
+
+    @property
     def bos(self) -> int | None:
         """The BOS id where the model wants one at the head of a text."""
         return int(lib.llama_vocab_bos(self._vocab)) if lib.llama_vocab_get_add_bos(self._vocab) else None
@@ -147,4 +152,6 @@ class LlamaModel:
             if code := lib.llama_decode(self._context, batch):
                 raise QuantlabError(f"llama.cpp failed a window of {n} tokens (code {code}): {log.last()}")
         flat = ctypes.cast(lib.llama_get_logits(self._context), ctypes.POINTER(ctypes.c_float))
+        if not flat:
+            raise QuantlabError("llama.cpp computes no logits for it: it is no causal language model")
         return np.ctypeslib.as_array(flat, (n, self.n_vocab))

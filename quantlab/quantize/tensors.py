@@ -58,6 +58,12 @@ def matching(patterns: Sequence[str], names: Sequence[str]) -> list[str]:
     return [name for name in names if name in found]
 
 
+def misfit(columns: Iterable[int], block: int) -> str:
+    """Why a type was not used: `576 is not a multiple of 256`."""
+    sizes = sorted(set(columns))
+    return f"{' and '.join(map(str, sizes))} {'is' if len(sizes) == 1 else 'are'} not a multiple of {block}"
+
+
 def nominal_bits(tensors: Sequence[TensorInfo], fallbacks: Sequence[Fallback]) -> float:
     """Bits per weight that the label would stand for, were every column count a multiple of the block.
 

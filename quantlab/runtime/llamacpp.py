@@ -174,7 +174,7 @@ class LlamaCppBackend:
         n = lib.llama_tokenize(self._vocab, data, len(data), buffer, room, bos, special)
         if n < 0:
             raise QuantlabError(f"llama.cpp does not tokenize a text of {len(data)} bytes", "use a shorter text")
-        return np.array(buffer[:n], np.int32)
+        return np.frombuffer(memoryview(buffer), np.int32)[:n].copy()
 
     def decode(self, tokens: Sequence[int] | Tokens) -> str:
         """The text of token ids, control tokens written out; see `Backend`."""
@@ -230,7 +230,7 @@ class LlamaCppBackend:
         if (pointer, rows) != self._view_of:
             flat = ctypes.c_float * (rows * self._n_vocab)
             memory = flat.from_address(pointer) if pointer else flat()
-            self._view = np.frombuffer(memory, np.float32).reshape(rows, self._n_vocab)
+            self._view = np.frombuffer(memoryview(memory), np.float32).reshape(rows, self._n_vocab)
             self._view_of = (pointer, rows)
         return self._view
 

@@ -23,7 +23,7 @@ from quantlab.core.errors import QuantlabError
 from quantlab.core.files import os_error
 from quantlab.quantize.convert.architectures import Part
 
-_CHUNK_WEIGHTS = 1 << 22
+_CHUNK_WEIGHTS = 1 << 20
 
 
 @dataclass(frozen=True)

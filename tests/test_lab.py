@@ -1,0 +1,165 @@
+"""Recipes end to end on a tiny folder: the table at the end, what is skipped, and what a kill leaves."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from quantlab.core.errors import QuantlabError, UsageError
+from quantlab.lab.execute import Lab, fingerprint, make_spec
+from quantlab.lab.recipe import read_recipe, run_recipe
+from quantlab.lab.steps import bench_steps, ppl_step, quantize_step
+from quantlab.lab.store import Store, encode, load_results, read_results
+from quantlab.quantize.spec import QuantizeSpec
+from tests.hf_folders import TRAINING_TEXT, write_folder
+
+RECIPE = """
+name: tiny
+models: [{model}]
+quantize:
+  - {{method: gguf, type: F16, out: {folder}/tiny-F16.gguf}}
+  - {{method: gguf, type: Q8_0, out: {folder}/tiny-Q8_0.gguf}}
+bench:
+  - {{prompt_tokens: [16], new_tokens: 8, repeats: 3}}
+ppl:
+  - {{data: {folder}/text.txt, protocol: llama.cpp, n_ctx: 32, limit: 4, against: F16}}
+"""
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> Path:
+    """A folder with a tiny model, a text and a recipe."""
+    model = tmp_path / "model"
+    write_folder(model, "llama")
+    (tmp_path / "text.txt").write_text(TRAINING_TEXT * 8)
+    (tmp_path / "tiny.yaml").write_text(RECIPE.format(model=model, folder=tmp_path))
+    return tmp_path
+
+
+def run(tiny: Path) -> list[str]:
+    """Run the recipe; the ids of the Results, in order."""
+    lab = Lab(Store(tiny / "runs"), offline=True)
+    return [result.id for result in run_recipe(read_recipe(tiny / "tiny.yaml"), lab)]
+
+
+def test_a_recipe_gives_every_result_and_a_second_run_does_nothing(tiny: Path) -> None:
+    first = run(tiny)
+    results = Store(tiny / "runs").load()
+    assert sorted(result.kind for result in results) == ["bench"] * 2 + ["ppl"] * 2 + ["quantize"] * 2
+    ppl = {result.label: result.measurements for result in results if result.kind == "ppl"}
+    assert "kld_mean" in ppl["tiny-Q8_0"]
+    assert "kld_mean" not in ppl["tiny-F16"]
+    before = sorted((tiny / "runs").iterdir())
+    assert run(tiny) == first
+    assert sorted((tiny / "runs").iterdir()) == before
+
+
+def test_a_missing_result_is_measured_again_and_only_that(tiny: Path) -> None:
+    first = run(tiny)
+    lost = next(path for path in (tiny / "runs").glob("*-ppl-tiny-Q8_0-*"))
+    lost.unlink()
+    second = run(tiny)
+    assert len(set(first) - set(second)) == 1
+    assert len(second) == len(first)
+
+
+def test_an_artifact_that_was_changed_is_not_taken_for_done(tiny: Path) -> None:
+    run(tiny)
+    with (tiny / "tiny-Q8_0.gguf").open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        last = file.read(1)
+        file.seek(-1, os.SEEK_END)
+        file.write(bytes([last[0] ^ 1]))
+    with pytest.raises(QuantlabError, match="exists"):
+        run(tiny)
+
+
+def test_a_killed_run_continues(tiny: Path) -> None:
+    command = [sys.executable, "-m", "quantlab", "run", "tiny.yaml", "--offline"]
+    killed = 0
+    for delay_s in (0.9, 1.8, 2.7):
+        process = subprocess.Popen(command, cwd=tiny, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+        time.sleep(delay_s)
+        process.send_signal(signal.SIGKILL)
+        killed += process.wait() == -signal.SIGKILL
+        for path in tiny.glob("runs/*.json"):
+            read_results(path)
+    assert killed
+    done = subprocess.run(command, cwd=tiny, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "tiny-Q8_0" in done.stdout
+    assert len(list(tiny.glob("runs/*-ppl-*"))) == 2
+    assert not list(tiny.glob("**/*.partial"))
+    table = json.loads((tiny / "runs" / "tables" / "tiny.json").read_text())
+    assert [row["label"] for row in table["rows"]] == ["tiny-F16", "tiny-Q8_0"]
+    assert (tiny / "runs" / "tables" / "tiny.md").read_text().startswith("| model")
+
+
+def test_misspelled_options_stop_a_recipe_before_its_first_step(tiny: Path) -> None:
+    recipe = (tiny / "tiny.yaml").read_text()
+    (tiny / "tiny.yaml").write_text(recipe.replace("limit: 4", "limitt: 4"))
+    with pytest.raises(UsageError, match="limitt") as caught:
+        run(tiny)
+    assert "limit" in caught.value.hint
+    assert not (tiny / "tiny-F16.gguf").exists()
+
+
+def test_against_that_is_nothing_is_named(tiny: Path) -> None:
+    recipe = (tiny / "tiny.yaml").read_text()
+    (tiny / "tiny.yaml").write_text(recipe.replace("against: F16", "against: F61"))
+    with pytest.raises(UsageError, match="F61.*F16, Q8_0"):
+        run(tiny)
+
+
+def test_the_fingerprint_is_of_content_not_of_place(tiny: Path) -> None:
+    model = Lab(None).model(str(tiny / "model"))
+    moved = tiny / "elsewhere" / "model"
+    moved.parent.mkdir()
+    (tiny / "model").rename(moved)
+    again = Lab(None).model(str(moved))
+    assert fingerprint(ppl_step(model, {})) == fingerprint(ppl_step(again, {}))
+    assert fingerprint(ppl_step(model, {})) != fingerprint(ppl_step(model, {"limit": 3}))
+    assert fingerprint(quantize_step(model, {})) == fingerprint(quantize_step(model, {"out": "x.gguf", "force": True}))
+    with (moved / "model.safetensors").open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        file.write(b"\x01")
+    changed = Lab(None).model(str(moved))
+    assert fingerprint(ppl_step(model, {})) != fingerprint(ppl_step(changed, {}))
+
+
+def test_a_bench_of_several_cells_is_several_steps(tiny: Path) -> None:
+    model = Lab(None).model(str(tiny / "model"))
+    steps = list(bench_steps([model], {"prompt_tokens": [8, 16], "batch": [1, 2]}))
+    assert len({fingerprint(step) for step in steps}) == 4
+
+
+def test_options_are_checked_by_name_and_type(tiny: Path) -> None:
+    model = Lab(None).model(str(tiny / "model"))
+    with pytest.raises(UsageError, match="imatrx") as caught:
+        make_spec(QuantizeSpec, {"model": model, "out": "", "imatrx": True})
+    assert "imatrix" in caught.value.hint
+    with pytest.raises(UsageError, match="Expected `int`"):
+        make_spec(QuantizeSpec, {"model": model, "out": "", "seed": "zero"})
+
+
+def test_results_come_back_as_they_were_stored(tiny: Path) -> None:
+    run(tiny)
+    store = Store(tiny / "runs")
+    results = store.load()
+    (tiny / "list.json").write_text(encode(results))
+    assert load_results([tiny / "list.json"]) == results
+    for result in results:
+        assert json.loads(encode(result))["schema"] == 1
+    with pytest.raises(QuantlabError, match="is no Result"):
+        (tiny / "bad.json").write_text("{}")
+        load_results([tiny / "bad.json"])
+    with pytest.raises(QuantlabError, match="schema 2"):
+        (tiny / "new.json").write_text(encode(results[0]).replace('"schema": 1', '"schema": 2'))
+        load_results([tiny / "new.json"])
