@@ -221,6 +221,10 @@ def test_layers_with_a_window_of_gemma3(tmp_path: Path) -> None:
     write_folder(tmp_path / "other", "gemma3", layer_types=kinds)
     pattern = metadata(tmp_path / "other")["gemma3.attention.sliding_window_pattern"]
     assert pattern == [kind == "sliding_attention" for kind in kinds]
+    change_config(tmp_path / "other", layer_types=["full_attention"] * 7, final_logit_softcapping=30.0)
+    found = metadata(tmp_path / "other")
+    assert found["gemma3.final_logit_softcapping"] == 30.0
+    assert not any("sliding" in key or "swa" in key for key in found)
     change_config(tmp_path / "other", layer_types=kinds[1:])
     assert "6 `layer_types` for 7 layers" in refusal(tmp_path / "other").message
 
@@ -358,6 +362,11 @@ def only_an_adapter(folder: Path) -> None:
         (configured(rope_scaling={"rope_type": "ntk_parts"}), "`ntk_parts` is not known", "--converter"),
         (configured(rope_scaling={"type": "yarn", "factor": 2.0, "beta_fast": 8}), "`beta_fast` is 8", "without it"),
         (configured(rope_scaling={"type": "linear"}), "`factor` is None", "positive"),
+        (
+            lambda folder: (folder / "generation_config.json").write_text('{"top_k": "x"}'),
+            "cannot be stored",
+            "generation",
+        ),
         (configured(rope_theta="big"), "`rope_theta` is 'big'", "positive"),
         (configured(num_hidden_layers=10**9), "says 1000000000 layers", "download"),
         (configured(num_hidden_layers="many"), "`num_hidden_layers` is 'many'", "whole number"),
@@ -386,6 +395,11 @@ def test_bad_folders_are_refused(tmp_path: Path, spoil: Callable[[Path], Any], m
         ("gemma3", {"query_pre_attn_scalar": 64}, "`query_pre_attn_scalar` is 64"),
         ("gemma3", {"attn_logit_softcapping": 50.0}, "`attn_logit_softcapping` is set"),
         ("gemma3", {"hidden_activation": "silu"}, "activation is `silu`"),
+        (
+            "llama",
+            {"rope_scaling": {"rope_type": "llama3", "low_freq_factor": 4.0, "high_freq_factor": 4.0}},
+            "`high_freq_factor` 4.0 is not above",
+        ),
         ("qwen2", {"head_dim": 32}, "4 heads of 32 are not the 64"),
         ("qwen3", {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "`llama3` is not known for qwen3"),
         ("mistral", {"rope_parameters": [1]}, "rotary parameters are [1]"),
@@ -394,7 +408,8 @@ def test_bad_folders_are_refused(tmp_path: Path, spoil: Callable[[Path], Any], m
 def test_what_llama_cpp_computes_otherwise_is_refused(
     tmp_path: Path, family: str, changed: dict[str, Any], message: str
 ) -> None:
-    write_folder(tmp_path / "hf", family, weights={"x": np.zeros((1, 1), np.float32)}, **changed)
+    write_folder(tmp_path / "hf", family)
+    change_config(tmp_path / "hf", **changed)
     assert message in refusal(tmp_path / "hf").message
 
 

@@ -297,3 +297,28 @@ def test_the_probe_is_of_many_scripts() -> None:
     )
     assert all(script in PROBE for script in scripts)
     assert "\t" in PROBE and "\n\n\n" in PROBE and "½" in PROBE
+
+
+@pytest.mark.parametrize(("scheme", "adds"), [("always", True), ("first", True), ("never", False)])
+def test_the_space_before_a_text_as_metaspace_says_it(tmp_path: Path, scheme: str, adds: bool) -> None:
+    tokenizer = sentencepiece_tokenizer()
+    tokenizer.normalizer = tokenizers.normalizers.Sequence([])
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
+    write_folder(tmp_path, "llama", tokenizer=tokenizer)
+    assert converted(tmp_path).get("tokenizer.ggml.add_space_prefix", True) is adds
+    assert check_tokens(tmp_path, tmp_path / "out.gguf", ["the hills", "a  b"]).n_different == 0
+    named = {"bos_token": "<s>", "eos_token": "</s>", "add_prefix_space": not adds}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(named))
+    assert converted(tmp_path)["tokenizer.ggml.add_space_prefix"] is not adds
+
+
+def test_added_tokens_of_older_versions_of_transformers(tmp_path: Path) -> None:
+    n = sentencepiece_tokenizer().get_vocab_size()
+    added = {str(n + 1): {"content": "<tool>", "special": False}, str(n + 2): {"content": "<end>", "special": True}}
+    write_folder(tmp_path, "phi3", vocab_size=n + 4, tokenizer_config={"added_tokens_decoder": added})
+    (tmp_path / "tokenizer.json").unlink()
+    (tmp_path / "tokenizer.model").write_bytes(sentencepiece_protobuf())
+    (tmp_path / "added_tokens.json").write_text(json.dumps({"<old>": n, "<too far>": n + 10}))
+    found = converted(tmp_path)
+    assert found["tokenizer.ggml.tokens"][n:] == ["<old>", "<tool>", "<end>", f"[PAD{n + 3}]"]
+    assert found["tokenizer.ggml.token_type"][n:] == [USER_DEFINED, USER_DEFINED, CONTROL, UNUSED]

@@ -50,6 +50,6 @@ def bench(
     if prompt is not None:
         options["prompt"] = prompt_text(prompt)
     with opt.laboratory(results, no_save=no_save, offline=offline) as lab:
-        steps = list(bench_steps([lab.model(model) for model in models], options))
+        steps = list(bench_steps([lab.runnable(model) for model in models], options))
         done = [result for step in steps for result in lab.execute(step)]
     show_results(done, as_json=as_json)

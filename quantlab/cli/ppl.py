@@ -37,11 +37,11 @@ def ppl(
             "n_ctx": n_ctx,
             "stride": stride,
             "limit": limit,
-            "against": lab.model(against) if against else None,
+            "against": lab.runnable(against) if against else None,
             "device": device,
             "threads": threads,
             "offline": offline,
         }
-        steps = [ppl_step(lab.model(model), options) for model in models]
+        steps = [ppl_step(lab.runnable(model), options) for model in models]
         done = [result for step in steps for result in lab.execute(step)]
     show_results(done, as_json=as_json)

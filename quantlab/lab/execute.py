@@ -11,6 +11,7 @@ import importlib
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
@@ -18,7 +19,7 @@ import msgspec
 from quantlab.core import hardware
 from quantlab.core.artifact import content_sha256
 from quantlab.core.errors import UsageError, unknown_name
-from quantlab.core.files import sha256_text
+from quantlab.core.files import cache_folder, sha256_text
 from quantlab.core.model import ModelFile, ModelRef
 from quantlab.core.progress import Progress, silent
 from quantlab.core.result import SCHEMA, Environment, Kind, Outcome, Result
@@ -71,6 +72,19 @@ class Lab:
                 note=source.note,
             )
         return self._models[text]
+
+    def runnable(self, text: str) -> ModelFile:
+        """The model as a file that llama.cpp loads: a folder is converted to an F16 GGUF in the cache, once."""
+        model = self.model(text)
+        if not Path(model.path).is_dir():
+            return model
+        from quantlab.quantize.methods import run
+        from quantlab.quantize.spec import QuantizeSpec
+
+        path = cache_folder() / "gguf" / model.sha256[:16] / f"{model.label}-F16.gguf"
+        if not path.is_file():
+            run(QuantizeSpec(model, str(path), type="F16", offline=self.offline), self.progress)
+        return msgspec.structs.replace(model, path=str(path), label=path.stem, sha256=content_sha256(path))
 
     def execute(self, step: Step) -> list[Result]:
         """Run one step; each Result is stored as soon as it is there, so a later failure loses none."""

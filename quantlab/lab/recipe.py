@@ -72,7 +72,7 @@ def run_recipe(recipe: Recipe, lab: Lab, *, force: bool = False) -> list[Result]
         for step in quantize:
             results += _quantized(step, Path(step.spec.out), lab)
             artifacts[step.spec.type] = artifact_file(step.spec)
-        subjects = list(artifacts.values()) or [model]
+        subjects = list(artifacts.values()) or [lab.runnable(text)]
         for step, expected in _measuring_steps(recipe, lab, subjects, artifacts):
             results += lab.finished(step, expected) or lab.execute(step)
     return results
@@ -112,7 +112,7 @@ def _measuring_steps(
 
 def _named_model(lab: Lab, named: str, artifacts: dict[str, ModelFile]) -> ModelFile:
     try:
-        return lab.model(named)
+        return lab.runnable(named)
     except QuantlabError as error:
         known = ", ".join(artifacts)
         raise UsageError(
