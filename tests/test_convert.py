@@ -402,6 +402,7 @@ def test_bad_folders_are_refused(tmp_path: Path, spoil: Callable[[Path], Any], m
         ),
         ("qwen2", {"head_dim": 32}, "4 heads of 32 are not the 64"),
         ("qwen3", {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "`llama3` is not known for qwen3"),
+        ("qwen3", {"partial_rotary_factor": 0.5}, "`partial_rotary_factor` is 0.5"),
         ("mistral", {"rope_parameters": [1]}, "rotary parameters are [1]"),
     ],
 )

@@ -223,12 +223,12 @@ def test_a_model_that_does_not_load_leaves_the_others(tiny: ModelFile, tmp_path:
         next(outcomes)
 
 
-def test_several_failures_are_told_together(tiny: ModelFile) -> None:
+def test_unlike_failures_are_told_together_like_ones_once(tiny: ModelFile) -> None:
     cell = spec(tiny, prompt="much too short", prompt_tokens=[30, 40])
-    with pytest.raises(QuantlabError, match=r"2 of the measurements.*30 tokens.*40 tokens"):
+    with pytest.raises(QuantlabError, match=r"2 measurements failed.*30 tokens.*40 tokens"):
         list(run(cell))
     with pytest.raises(UsageError, match="30 tokens"):
-        list(run(spec(tiny, prompt="much too short", prompt_tokens=[30])))
+        list(run(spec(tiny, tiny, prompt="much too short", prompt_tokens=[30])))
 
 
 def test_models_that_do_not_fit_together_run_alone(trio: list[ModelFile], monkeypatch: pytest.MonkeyPatch) -> None:

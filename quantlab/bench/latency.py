@@ -55,6 +55,7 @@ class Session:
         self.spec, self.indices = spec, indices
         self.subjects: list[Subject] = []
         self.failures: list[QuantlabError] = []
+        self.contention = Contention()
         self.load_average = [hardware.load_average()]
         self._progress, self._done = progress, 0
 
@@ -65,7 +66,6 @@ class Session:
             for index in self.indices:
                 with self._dropping():
                     self.subjects.append(self._start(index, stack))
-            self.contention = Contention()
             for round_ in range(self.spec.repeats):
                 first = round_ % max(1, len(self.subjects))
                 for position, subject in enumerate(self.subjects[first:] + self.subjects[:first]):
@@ -115,8 +115,8 @@ class Session:
 def run(spec: BenchSpec, progress: Progress = silent) -> Iterator[Outcome]:
     """One Outcome for each cell and model, as soon as the cell is done.
 
-    A model that fails drops out of its cell. What failed is raised when everything else is done: a single error as it
-    came, several as one QuantlabError.
+    A model that fails drops out of its cell. What failed is raised when everything else is done: an error as it came,
+    unlike ones together as one QuantlabError.
     """
     for model in spec.models:
         if Path(model.path).is_dir():
@@ -133,9 +133,9 @@ def run(spec: BenchSpec, progress: Progress = silent) -> Iterator[Outcome]:
                 runtime = subject.ready.loaded.runtime
                 read = bytes_per_s(runtime.threads) if runtime.device == "cpu" else []
                 yield _outcome(subject, session, infos[subject.index], read)
-    if len(failures) > 1:
-        said = "; ".join(dict.fromkeys(error.message for error in failures))
-        raise QuantlabError(f"{len(failures)} of the measurements failed: {said}", failures[0].hint)
+    distinct = {error.message: error for error in failures}
+    if len(distinct) > 1:
+        raise QuantlabError(f"{len(failures)} measurements failed: {'; '.join(distinct)}", failures[0].hint)
     if failures:
         raise failures[0]
 
@@ -160,7 +160,7 @@ def _outcome(subject: Subject, session: Session, info: ModelInfo, bytes_per_s: l
     if bytes_per_s:
         floor = metrics.tpot_floor(ready.loaded, spec.batch[0], depth, bandwidth.best(bytes_per_s))
         found["tpot_floor"] = Measurement("s", "lower", [floor])
-        found["bandwidth_bytes_per_s"] = Measurement("B/s", "none", bytes_per_s)
+        found["bandwidth_bytes_per_s"] = Measurement("bytes/s", "none", bytes_per_s)
     return Outcome(
         label=spec.models[subject.index].label,
         model=info,
@@ -182,7 +182,7 @@ def _sizes(subject: Subject) -> dict[str, Measurement]:
         "weight_bytes": (ready.loaded.weight_bytes, "lower"),
         "kv_bytes_per_token": (ready.loaded.kv_bytes_per_token, "lower"),
     }
-    return {name: Measurement("B", better, [float(value)]) for name, (value, better) in values.items()}
+    return {name: Measurement("bytes", better, [float(value)]) for name, (value, better) in values.items()}
 
 
 def _warnings(subject: Subject, session: Session, found: dict[str, Measurement]) -> list[Notice]:

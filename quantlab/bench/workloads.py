@@ -51,7 +51,7 @@ def slices(ids: Tokens, bos: int | None, prompt_tokens: int | None, count: int, 
     if places < 1 or taken < 1:
         raise UsageError(
             f"prompts of {prompt_tokens} tokens asked, the text holds {len(ids)}",
-            "give a longer text with `--prompt @FILE`, or leave `--prompt-tokens` out to use the text as it is"
+            "give a longer text with `--prompt @FILE`, or fewer `--prompt-tokens`"
             if taken >= 1
             else "give at least 2: BOS is one of them",
         )

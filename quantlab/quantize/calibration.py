@@ -136,13 +136,15 @@ def build(
 def _counts(weights: Sequence[float], available: Sequence[int], samples: int | None) -> list[int]:
     """How many windows each text gives: shares of a total that no text runs short of, at least one each."""
     share = [weight / sum(weights) for weight in weights]
-    total = min(samples or DEFAULT_SAMPLES, *(n / part for n, part in zip(available, share, strict=True)))
-    exact = [total * part + 1e-9 for part in share]
+    total = min(samples or DEFAULT_SAMPLES, *(n / part for n, part in zip(available, share, strict=True))) + 1e-9
+    exact = [total * part for part in share]
     counts = [max(1, int(value)) for value in exact]
-    by_remainder = sorted(range(len(exact)), key=lambda i: int(exact[i]) - exact[i])
-    for i in by_remainder:
-        if sum(counts) < int(total + 1e-9) and counts[i] < available[i]:
+    for i in sorted(range(len(exact)), key=lambda i: int(exact[i]) - exact[i]):
+        if sum(counts) < int(total) and counts[i] < available[i]:
             counts[i] += 1
+    # The windows that a small share is given come out of the largest.
+    while sum(counts) > max(int(total), len(counts)):
+        counts[counts.index(max(counts))] -= 1
     return counts
 
 

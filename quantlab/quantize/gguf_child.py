@@ -15,7 +15,6 @@ import numpy.typing as npt
 
 from quantlab.core import hardware
 from quantlab.core.corpus import load_text
-from quantlab.core.errors import QuantlabError
 from quantlab.core.result import Notice
 from quantlab.quantize import calibration, imatrix
 from quantlab.quantize.artifact_check import find_fault
@@ -160,11 +159,6 @@ def _importance(
     todo: Importance, base: Path, threads: int, done: Done, channel: Channel
 ) -> dict[str, npt.NDArray[np.float32]]:
     with LlamaModel(base) as model:
-        if todo.length > model.n_ctx_train:
-            raise QuantlabError(
-                f"samples of {todo.length} tokens are longer than the model's context of {model.n_ctx_train}",
-                "give a smaller `--calib-length`",
-            )
         source = model.chat_template
         template = (
             calibration.Template(source, model.special_text("bos"), model.special_text("eos")) if source else None

@@ -175,10 +175,15 @@ def _array(tensor: _Tensor, dtype: type[np.generic]) -> npt.NDArray[Any]:
 def collect(path: Path, windows: npt.NDArray[np.int32], *, threads: int, progress: Progress) -> dict[str, Entry]:
     """Run the windows, int32 (windows, tokens), through the model at `path` and return an Entry a weight.
 
-    Raises QuantlabError where an activation is not finite.
+    Raises QuantlabError where an activation is not finite, and for windows longer than the model's context.
     """
     collector = Collector()
     with LlamaModel(path, n_ctx=windows.shape[1], threads=threads, on_tensor=collector.callback) as model:
+        if windows.shape[1] > model.n_ctx_train:
+            raise QuantlabError(
+                f"samples of {windows.shape[1]} tokens are longer than the model's context of {model.n_ctx_train}",
+                "give a smaller `--calib-length`",
+            )
         for i, window in enumerate(windows):
             progress("importance matrix", i, len(windows))
             model.logits(window.tolist())

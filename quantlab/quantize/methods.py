@@ -13,12 +13,14 @@ from quantlab.quantize.spec import METHODS, Prediction, QuantizeSpec, check_spec
 
 def run(spec: QuantizeSpec, progress: Progress) -> Outcome:
     """Write and check the artifact that `spec` asks for."""
-    return cast(Outcome, _module(check_spec(spec)).run(check_spec(spec), progress))
+    spec = check_spec(spec)
+    return cast(Outcome, _module(spec).run(spec, progress))
 
 
 def dry_run(spec: QuantizeSpec, progress: Progress) -> Prediction:
     """Predict size, memory and time of `run`; writes nothing."""
-    return cast(Prediction, _module(check_spec(spec)).dry_run(check_spec(spec), progress))
+    spec = check_spec(spec)
+    return cast(Prediction, _module(spec).dry_run(spec, progress))
 
 
 def _module(spec: QuantizeSpec) -> ModuleType:

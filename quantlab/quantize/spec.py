@@ -66,8 +66,8 @@ class QuantizeSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Prediction(msgspec.Struct, frozen=True):
     """What a dry run says of a quantize run.
 
-    `quantize_s` is the quantizing alone, from this machine's speed on a few rows of each type; a conversion and an
-    importance matrix come on top.
+    `quantize_s` is the arithmetic alone, from this machine's speed on a few rows of each type: reading, checking and
+    writing come on top, and so do a conversion and an importance matrix.
     """
 
     size_bytes: int

@@ -264,7 +264,7 @@ def _rope(model: Model) -> dict[str, Any]:
         raise QuantlabError(
             f"config.json: the rotary embedding `{kind}` is not known for {model.family.arch}", UPSTREAM_HINT
         )
-    fixed = {
+    fixed: dict[str, Any] = {
         "mrope_section": None,
         "mscale": None,
         "mscale_all_dim": None,
@@ -272,6 +272,8 @@ def _rope(model: Model) -> dict[str, Any]:
         "beta_fast": 32,
         "beta_slow": 1,
     }
+    if model.family.arch != "phi3":
+        fixed["partial_rotary_factor"] = 1.0
     for key, value in fixed.items():
         if rope.get(key, value) != value:
             raise QuantlabError(
@@ -407,7 +409,8 @@ def _llama3_factors(model: Model) -> npt.NDArray[np.float32]:
 def _rotated(model: Model) -> int:
     """How many dimensions of a head are rotated."""
     if model.family.arch == "phi3":
-        width = int(model.rope["partial_rotary_factor"] * model.count("hidden_size"))
+        share = _positive(model.rope["partial_rotary_factor"], "partial_rotary_factor")
+        width = int(share * model.count("hidden_size"))
         return width // model.count("num_attention_heads")
     return model.head_dim
 
@@ -459,7 +462,7 @@ def _write_scaling(writer: Any, model: Model) -> None:
         writer.add_sliding_window(model.config.get("sliding_window") or 0)
         if rope["rope_type"] != "default":
             stretch = model.count("max_position_embeddings") / original
-            attention = math.sqrt(1 + math.log(stretch) / math.log(original)) if stretch > 1 else 1.0
+            attention = math.sqrt(1 + math.log(stretch) / math.log(original)) if stretch > 1 < original else 1.0
             given = rope.get("attention_factor")
             writer.add_rope_scaling_attn_factors(_positive(attention if given is None else given, "attention_factor"))
     if rope["rope_type"] in ("linear", "yarn"):
