@@ -1,8 +1,8 @@
 """The benchmarks of quantlab itself: `make bench`. Interleaved runs, medians of paired ratios, never a test.
 
-What compares with llama.cpp's own tools needs QUANTLAB_ORACLE (a folder with llama-perplexity, llama-bench and
-llama-quantize) and, for the converter, QUANTLAB_UPSTREAM (a llama.cpp checkout) and QUANTLAB_UPSTREAM_PYTHON (an interpreter with torch and
-gguf). Run it on an idle machine. Numbers of lab results are written to stdout, the raw pairs too.
+What compares with llama.cpp's own tools needs QUANTLAB_ORACLE (a folder with llama-perplexity and llama-bench); the
+converter needs QUANTLAB_UPSTREAM (a llama.cpp checkout) and QUANTLAB_UPSTREAM_PYTHON (an interpreter with torch and
+that checkout's gguf). Run it on an idle machine; every raw pair is printed.
 """
 
 from __future__ import annotations
@@ -91,19 +91,17 @@ def bench_compare(results: Path, rounds: int, work: Path) -> None:
         copy["id"], copy["label"] = f"{i:032x}", f"{copy['label']}-{i // len(found)}"
         copy["model"] = {**copy["model"], "sha256": f"{copy['model']['sha256'][:-4]}{i // len(found):04x}"}
         (folder / f"{i}.json").write_text(json.dumps(copy))
-    times = [quantlab("compare", folder).wall_s for _ in range(rounds + 1)][1:]
-    print(
-        f"quantlab compare, 100 results: median {statistics.median(times):.3f} s (aim 0.6)  {[round(t, 3) for t in times]}"
-    )
+    times = [round(quantlab("compare", folder).wall_s, 3) for _ in range(rounds + 1)][1:]
+    print(f"quantlab compare, 100 results: median {statistics.median(times):.3f} s (aim 0.6)  {times}")
 
 
 def bench_conversion(folder: Path, rounds: int, work: Path) -> None:
     """HF folder -> f16 GGUF against the upstream converter."""
-    ours = lambda: (
-        quantlab(
-            "quantize", folder, "-m", "gguf", "--type", "F16", "-o", work / "a.gguf", "--force", "--no-save"
-        ).wall_s
-    )  # noqa: E731
+
+    def ours() -> float:
+        out = ["-o", work / "a.gguf", "--force", "--no-save"]
+        return quantlab("quantize", folder, "-m", "gguf", "--type", "F16", *out).wall_s
+
     if UPSTREAM is None:
         print(f"conversion: {ours():.2f} s (set QUANTLAB_UPSTREAM to compare)")
         return

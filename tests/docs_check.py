@@ -58,9 +58,8 @@ def main() -> None:
             checked += 1
             if problem := check_command(line, commands):
                 wrong.append(f"{name}:{number}: {problem}")
-        for path in re.findall(r"`([\w./-]+)`", text):
-            if path.startswith(_FOLDERS) and not (ROOT / path).exists():
-                wrong.append(f"{name}: `{path}` does not exist")
+        paths = [path for path in re.findall(r"`([\w./-]+)`", text) if path.startswith(_FOLDERS)]
+        wrong += [f"{name}: `{path}` does not exist" for path in paths if not (ROOT / path).exists()]
         inline = re.findall(r"`(quantlab [^`]+)`", text)
         checked += len(inline)
         wrong += [f"{name}: `{line}`: {p}" for line in inline if (p := check_command(line, commands))]

@@ -14,13 +14,17 @@ from quantlab.core.errors import QuantlabError
 from quantlab.core.files import check_output, check_space, sha256_file, write_text, written
 
 
+def names(folder: Path) -> list[str]:
+    return [path.name for path in folder.iterdir()]
+
+
 def test_a_file_appears_only_when_it_is_complete(tmp_path: Path) -> None:
     out = tmp_path / "a.txt"
     with written(out) as temporary:
         temporary.write_text("half")
         assert not out.exists()
     assert out.read_text() == "half"
-    assert os.listdir(tmp_path) == ["a.txt"]
+    assert names(tmp_path) == ["a.txt"]
 
 
 def test_a_failure_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
@@ -30,7 +34,7 @@ def test_a_failure_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
         temporary.write_text("new")
         raise ZeroDivisionError
     assert out.read_text() == "old"
-    assert os.listdir(tmp_path) == ["a.txt"]
+    assert names(tmp_path) == ["a.txt"]
 
 
 def test_kill_leaves_no_finished_file_and_the_next_run_cleans_up(tmp_path: Path) -> None:
@@ -42,9 +46,9 @@ def test_kill_leaves_no_finished_file_and_the_next_run_cleans_up(tmp_path: Path)
     killed = subprocess.run([sys.executable, "-c", script, str(out)], check=False)
     assert killed.returncode == -signal.SIGKILL
     assert not out.exists()
-    assert len(os.listdir(tmp_path)) == 1
+    assert len(names(tmp_path)) == 1
     write_text(out, "whole")
-    assert os.listdir(tmp_path) == ["a.txt"]
+    assert names(tmp_path) == ["a.txt"]
 
 
 def test_a_temporary_file_of_a_living_process_stays(tmp_path: Path) -> None:
@@ -65,7 +69,7 @@ def test_a_full_disk_is_an_error_with_a_hint_and_leaves_nothing(tmp_path: Path) 
         [sys.executable, "-c", script, str(tmp_path / "a.txt")], capture_output=True, text=True, check=True
     )
     assert "a.txt" in out.stdout
-    assert os.listdir(tmp_path) == []
+    assert names(tmp_path) == []
 
 
 def test_output_is_checked_before_any_work(tmp_path: Path) -> None:

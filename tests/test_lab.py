@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from quantlab.core.errors import QuantlabError, UsageError
@@ -102,6 +103,25 @@ def test_a_killed_run_continues(tiny: Path) -> None:
     assert (tiny / "runs" / "tables" / "tiny.md").read_text().startswith("| model")
 
 
+def test_a_killed_perplexity_leaves_nothing(tiny: Path) -> None:
+    command = [sys.executable, "-m", "quantlab", "quantize", "model", "-m", "gguf", "--type", "F16", "-o", "f16.gguf"]
+    subprocess.run([*command, "--no-save"], cwd=tiny, check=True, capture_output=True)
+    (tiny / "long.txt").write_text(TRAINING_TEXT * 2000)
+    command = [sys.executable, "-m", "quantlab", "ppl", "f16.gguf", "--data", "long.txt", "--n-ctx", "64"]
+    process = subprocess.Popen(command, cwd=tiny, stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    for line in process.stderr:
+        if "perplexity" in line:
+            break
+    [child] = psutil.Process(process.pid).children()
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    process.stderr.close()
+    assert process.returncode == -signal.SIGKILL
+    child.wait(timeout=30)
+    assert not (tiny / "runs").exists()
+
+
 def test_misspelled_options_stop_a_recipe_before_its_first_step(tiny: Path) -> None:
     recipe = (tiny / "tiny.yaml").read_text()
     (tiny / "tiny.yaml").write_text(recipe.replace("limit: 4", "limitt: 4"))
@@ -114,7 +134,7 @@ def test_misspelled_options_stop_a_recipe_before_its_first_step(tiny: Path) -> N
 def test_against_that_is_nothing_is_named(tiny: Path) -> None:
     recipe = (tiny / "tiny.yaml").read_text()
     (tiny / "tiny.yaml").write_text(recipe.replace("against: F16", "against: F61"))
-    with pytest.raises(UsageError, match="F61.*F16, Q8_0"):
+    with pytest.raises(UsageError, match=r"F61.*F16, Q8_0"):
         run(tiny)
 
 
@@ -132,6 +152,21 @@ def test_the_fingerprint_is_of_content_not_of_place(tiny: Path) -> None:
         file.write(b"\x01")
     changed = Lab(None).model(str(moved))
     assert fingerprint(ppl_step(model, {})) != fingerprint(ppl_step(changed, {}))
+
+
+def test_a_text_that_changed_changes_the_fingerprint(tiny: Path) -> None:
+    model = Lab(None).model(str(tiny / "model"))
+    one, other = tiny / "one.txt", tiny / "other.txt"
+    one.write_text("first text\n")
+    other.write_text("second text\n")
+    (tiny / "copy.txt").write_text("first text\n")
+    ppl = [fingerprint(ppl_step(model, {"data": str(path)})) for path in (one, tiny / "copy.txt", other)]
+    assert ppl[0] == ppl[1] != ppl[2]
+    calib = [
+        fingerprint(quantize_step(model, {"imatrix": True, "calib": [f"{path}:2"]}))
+        for path in (one, tiny / "copy.txt", other)
+    ]
+    assert calib[0] == calib[1] != calib[2]
 
 
 def test_a_bench_of_several_cells_is_several_steps(tiny: Path) -> None:

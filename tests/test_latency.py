@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 from quantlab.bench import contention, notices, workloads
+from quantlab.bench.cell import Job, work
 from quantlab.bench.contention import Contention
 from quantlab.bench.latency import run
 from quantlab.bench.spec import BenchSpec
@@ -25,7 +26,7 @@ from quantlab.core.errors import QuantlabError, UsageError
 from quantlab.core.model import ModelFile
 from quantlab.core.result import Measurement, Outcome, RuntimeInfo
 from quantlab.runtime.backend import Capacity, Generation, Loaded, Request
-from quantlab.runtime.llamacpp import opened
+from quantlab.runtime.llamacpp import LlamaCppBackend, opened
 from tests.tiny_gguf import write_gguf
 
 CONTRACT = {
@@ -128,7 +129,40 @@ def test_warm_up_is_run_and_discarded(tiny: ModelFile) -> None:
     assert len(expected) == 3
     assert outcome.details["generated_sha256"] == [workloads.ids_sha256(tokens) for tokens in expected]
     assert outcome.details["warmup_discarded"] == 2
+    with opened(Path(tiny.path), Capacity(8), threads=1) as backend:
+        measured = [ids for of_batch in workloads.prompts(backend, cell)[2:] for ids in of_batch]
+    assert outcome.details["prompt_sha256"] == workloads.ids_sha256(measured)
     assert len(outcome.measurements["e2el"].samples) == 3 * 2
+
+
+class Script:
+    """A channel whose parent asks for two repetitions and then ends."""
+
+    def __init__(self) -> None:
+        self.sent: list[str] = []
+        self._orders = iter([0, 1, None])
+
+    def send(self, kind: str, _: object) -> None:
+        self.sent.append(kind)
+
+    def receive(self) -> object:
+        return next(self._orders)
+
+
+def test_a_model_is_ready_when_it_is_warm(tiny: ModelFile, monkeypatch: pytest.MonkeyPatch) -> None:
+    channel = Script()
+    generate = LlamaCppBackend.generate
+    prompts: list[bytes] = []
+
+    def spy(backend: LlamaCppBackend, requests: list[Request]) -> list[Generation]:
+        channel.sent.append("generate")
+        prompts.append(requests[0].prompt.tobytes())
+        return generate(backend, requests)
+
+    monkeypatch.setattr(LlamaCppBackend, "generate", spy)
+    work(msgspec.to_builtins(Job(spec(tiny, warmup=3, repeats=2), 0)), channel)  # type: ignore[arg-type]
+    assert channel.sent == ["generate"] * 3 + ["ready"] + ["generate", "repeated"] * 2
+    assert len(set(prompts)) == 5, "no repetition sees a prompt again"
 
 
 def test_each_cell_is_a_session_of_its_own(tiny: ModelFile) -> None:
@@ -302,7 +336,7 @@ class Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.wall = self.busy = self.own = 0.0
-        self.processes = {1: ("init", 5.0), 77: ("co\x1bmpiler", 10.0)}
+        self.processes = {1: ("init", 5.0), 77: ("co\x1bmpiler", 10.0), os.getpid(): ("bench", 0.0)}
         monkeypatch.setattr(contention.time, "perf_counter", lambda: self.wall)
         monkeypatch.setattr(contention.time, "process_time", lambda: self.own)
         monkeypatch.setattr(contention, "machine_busy_s", lambda: self.busy)
@@ -321,7 +355,7 @@ def test_only_the_time_of_others_counts(monkeypatch: pytest.MonkeyPatch) -> None
     assert watched.cores() == 0
     assert watched.notices(2) == []
     clock.busy += 100  # between repetitions nobody is disturbed
-    clock.processes[77] = ("co\x1bmpiler", 14.0)
+    clock.processes |= {77: ("co\x1bmpiler", 14.0), os.getpid(): ("bench", 99.0)}
     clock.run(watched, wall=4, child=4, own=0.1, others=4)
     assert watched.cores() == pytest.approx(0.5)
     (notice,) = watched.notices(2)

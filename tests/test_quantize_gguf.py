@@ -31,7 +31,6 @@ from quantlab.quantize.spec import (
     TYPES,
     QuantizeSpec,
     check_spec,
-    refuse_foreign_options,
     split_weight,
 )
 from tests.tiny import LAYERS, model_file, stored_metadata, stored_tensors, write_model
@@ -274,12 +273,6 @@ def test_unknown_types_and_aliases() -> None:
     assert "`Q4_K_M`" in caught.value.hint
     with pytest.raises(UsageError, match=r"does not end in \.gguf"):
         check_spec(QuantizeSpec(model, "model"))
-
-
-def test_options_of_other_methods_are_refused_by_name() -> None:
-    refuse_foreign_options("gguf", {"bits": None, "group_size": None})
-    with pytest.raises(UsageError, match="`--bits`, `--group-size` does not belong"):
-        refuse_foreign_options("gguf", {"bits": 4, "group_size": 128, "scheme": None})
 
 
 @pytest.mark.parametrize(

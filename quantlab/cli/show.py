@@ -27,7 +27,9 @@ def show_results(results: list[Result], *, as_json: bool) -> None:
     from quantlab.report.comparison import compare
 
     _print_table(compare(results))
-    print_notices([(result.label, notice) for result in results for notice in result.warnings])
+    # What bench and ppl warned of is in the notes under the table.
+    said = [result for result in results if result.kind not in ("bench", "ppl")]
+    print_notices([(result.label, notice) for result in said for notice in result.warnings])
 
 
 def show_comparison(comparison: Comparison, format_: str, out: Path | None) -> None:

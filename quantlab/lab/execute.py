@@ -1,12 +1,13 @@
 """`execute(step)`: run what a spec asks for, record where it ran, keep the Results.
 
-A step is a spec of one of the rooms. Its fingerprint is the sha256 of the spec with every input named by content, so
-that a step already done is recognized wherever its files lie.
+A step is a spec of one of the rooms. Its fingerprint is the sha256 of the spec with every input (models, texts) named
+by content, so that a step already done is recognized wherever its files lie, and never after one of them changed.
 """
 
 from __future__ import annotations
 
 import datetime
+import functools
 import importlib
 import time
 import uuid
@@ -18,12 +19,14 @@ import msgspec
 
 from quantlab.core import hardware
 from quantlab.core.artifact import content_sha256
+from quantlab.core.corpus import Purpose, load_text
 from quantlab.core.errors import UsageError, unknown_name
 from quantlab.core.files import cache_folder, sha256_text
 from quantlab.core.model import ModelFile, ModelRef
 from quantlab.core.progress import Progress, silent
 from quantlab.core.result import SCHEMA, Environment, Kind, Outcome, Result
 from quantlab.lab.store import Store
+from quantlab.quantize.spec import split_weight
 
 Spec = Any  # the frozen struct of one of the rooms
 S = TypeVar("S", bound=msgspec.Struct)
@@ -124,11 +127,25 @@ def fingerprint(step: Step) -> str:
 
 
 def _identity(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _identity(item) for key, item in value.items() if key not in _NOT_IDENTITY}
+    """A spec without places, its texts replaced by their sha256."""
     if isinstance(value, list):
         return [_identity(item) for item in value]
-    return value
+    if not isinstance(value, dict):
+        return value
+    identity = {key: _identity(item) for key, item in value.items() if key not in _NOT_IDENTITY}
+    offline = value.get("offline", False)
+    if "data" in value:
+        identity["data"] = _text_sha256(value["data"], "evaluation", offline)
+    if "calib" in value:
+        parts = [split_weight(calib) for calib in value["calib"]]
+        identity["calib"] = [(_text_sha256(name, "calibration", offline), weight) for name, weight in parts]
+    return identity
+
+
+@functools.cache
+def _text_sha256(name: str, purpose: Purpose, offline: bool) -> str:
+    """The content of a text by name or path, so that a file that changed is measured again."""
+    return load_text(name, purpose, offline=offline).sha256
 
 
 def make_spec(kind: type[S], options: dict[str, Any]) -> S:

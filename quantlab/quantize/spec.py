@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any
 
 import msgspec
 
@@ -17,9 +15,6 @@ METHODS: dict[str, str | None] = {
     "gguf": "quantlab.quantize.gguf",
     "awq": None, "gptq": None, "fp8": None, "int8": None, "rtn": None,
 }  # fmt: skip
-
-# Options of other methods, by the flag that sets them.
-_FOREIGN = ("bits", "group_size", "scheme", "desc_act")
 
 WIDE_TYPES = ("F16", "BF16", "F32")
 
@@ -106,15 +101,6 @@ def check_spec(spec: QuantizeSpec) -> QuantizeSpec:
     for calib in spec.calib:
         split_weight(calib)
     return spec
-
-
-def refuse_foreign_options(method: str, given: Mapping[str, Any]) -> None:
-    """Refuse options of other methods that are set (not None): nothing a user asks for is dropped silently."""
-    if foreign := [name for name in _FOREIGN if given.get(name) is not None]:
-        flags = ", ".join(f"`--{name.replace('_', '-')}`" for name in foreign)
-        raise UsageError(
-            f"{flags} does not belong to method `{method}`", "with gguf, `--type` sets bits and groups: `--type Q4_K_M`"
-        )
 
 
 def file_type(name: str) -> str:

@@ -120,6 +120,7 @@ def _warnings(artifacts: list[Artifact]) -> Iterable[str]:
     for artifact in artifacts:
         for result in (*artifact.bench.values(), *artifact.ppl.values()):
             for warning in result.warnings:
-                said.setdefault(printable(warning.message), []).append(f"`{artifact.label}`")
+                text = f"{warning.message}: {warning.hint}" if warning.hint else warning.message
+                said.setdefault(printable(text), []).append(f"`{artifact.label}`")
     for message, labels in said.items():
         yield f"warned while measuring {', '.join(dict.fromkeys(labels))}: {message}"
