@@ -5,7 +5,12 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import hypothesis
 import pytest
+
+# A loaded machine is no fault of the code.
+hypothesis.settings.register_profile("quantlab", deadline=None)
+hypothesis.settings.load_profile("quantlab")
 
 ROOT = Path(__file__).resolve().parents[1]
 

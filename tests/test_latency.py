@@ -364,6 +364,8 @@ def test_only_the_time_of_others_counts(monkeypatch: pytest.MonkeyPatch) -> None
     assert "compiler" not in notice.message
     assert r"co\x1bmpiler" in notice.message
     assert watched.notices(6) == [], "a twelfth of what six threads can take"
+    clock.processes[77] = ("co\x1bmpiler", 10.5)
+    assert "mpiler" not in watched.notices(2)[0].message, "it used an eighth of the others' time"
 
 
 def test_too_short_a_run_is_not_judged(monkeypatch: pytest.MonkeyPatch) -> None:

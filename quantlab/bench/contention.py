@@ -15,6 +15,8 @@ from quantlab.core.text import printable
 
 # Others' CPU time, as a share of what the bench's own threads can take, from which a run is called disturbed.
 BUSY_SHARE = 0.10
+# A process that used less of the others' time is not named.
+_STANDS_OUT = 0.25
 # The system counts CPU time in ticks of 10 ms: less than this is not judged.
 _LEAST_WALL_S = 1.0
 
@@ -50,7 +52,7 @@ class Contention:
         return [Notice("busy-machine", message, "end them, or measure again later")]
 
     def _busiest(self) -> str:
-        """The process outside the bench that used most CPU time, where one is visible."""
+        """The process outside the bench that used most CPU time, where one stands out (others may have ended)."""
         own = {os.getpid(), *(child.pid for child in psutil.Process().children(recursive=True))}
         now = _process_times()
         used = {
@@ -62,7 +64,9 @@ class Contention:
             return ""
         pid = max(used, key=lambda pid: used[pid][0])
         spent, name = used[pid]
-        return f", most of all `{printable(name)}` (process {pid})" if spent > 0 else ""
+        if spent < _STANDS_OUT * self._others_s:
+            return ""
+        return f", most of all `{printable(name)}` (process {pid})"
 
 
 def machine_busy_s() -> float:

@@ -185,14 +185,22 @@ def generate_static(backend: Backend, requests: Sequence[Request]) -> list[Gener
     tokens = _prefill_all(backend, [request.prompt for request in requests])
     alive = _emit(tokens, list(range(len(requests))), requests, generations, eos)
     while alive:
-        batch = Batch(
-            np.array([generations[s].tokens[-1] for s in alive], np.int32),
-            np.array([len(requests[s].prompt) + len(generations[s].tokens) - 1 for s in alive], np.int32),
+        # One batch serves until a sequence ends, filled number by number: the weights of a step sweep the caches, and
+        # numpy's own code, read from memory again for every token, would be felt in TPOT.
+        going, tokens = alive, [generations[s].tokens[-1] for s in alive]
+        last = [len(requests[s].prompt) + len(generations[s].tokens) - 2 for s in alive]
+        step = Batch(
+            np.empty(len(last), np.int32),
+            np.array(last, np.int32),
             np.array(alive, np.int32),
-            np.ones(len(alive), np.bool_),
+            np.ones(len(last), np.bool_),
         )
-        tokens = backend.forward(batch).argmax(axis=1).tolist()
-        alive = _emit(tokens, alive, requests, generations, eos)
+        while alive == going:
+            for i, token in enumerate(tokens):
+                step.tokens[i] = token
+                step.positions[i] += 1
+            tokens = backend.forward(step).argmax(axis=1).tolist()
+            alive = _emit(tokens, alive, requests, generations, eos)
     return generations
 
 
@@ -211,17 +219,6 @@ def _prefill_all(backend: Backend, prompts: Sequence[Tokens]) -> list[int]:
         logits = backend.forward(Batch(tokens[part], positions[part], seqs[part], wanted[part]))
         following += logits.argmax(axis=1).tolist()
     return following
-
-
-def backend_prefill(backend: Backend, seq: int, prompt: Tokens, start: int = 0) -> Logits:
-    """Put `prompt` into `seq` from position `start` in batches that fit; returns its last logits (1, n_vocab)."""
-    n_batch = backend.describe().capacity.n_batch
-    logits = np.empty((0, 0), np.float32)
-    for at in range(0, len(prompt), n_batch):
-        part = prompt[at : at + n_batch]
-        last = at + len(part) == len(prompt)
-        logits = backend.forward(Batch.of(seq, part, start + at, logits="last" if last else "none"))
-    return logits
 
 
 def _emit(
