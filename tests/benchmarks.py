@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import shutil
 import statistics
 import subprocess
@@ -52,8 +53,11 @@ def run(command: Sequence[str | Path], env: dict[str, str] | None = None) -> Run
 
 def quantlab(*arguments: str | Path) -> Run:
     """Run quantlab; progress goes to nowhere, so that `out` is the JSON alone."""
-    command = " ".join(["exec", *QUANTLAB, *map(str, arguments), "2>/dev/null"])
-    return run(["sh", "-c", command])
+    return _quiet([*QUANTLAB, *arguments])
+
+
+def _quiet(command: Sequence[str | Path]) -> Run:
+    return run(["sh", "-c", f"exec {shlex.join(map(str, command))} 2>/dev/null"])
 
 
 def pairs(name: str, ours: Callable[[], float], theirs: Callable[[], float], rounds: int, unit: str = "s") -> None:
@@ -122,20 +126,8 @@ def bench_quantization(f16: Path, threads: int, rounds: int, work: Path) -> None
     """f16 -> Q4_K_M against the bare library call in its own process."""
 
     def ours() -> float:
-        return quantlab(
-            "quantize",
-            f16,
-            "-m",
-            "gguf",
-            "--type",
-            "Q4_K_M",
-            "-o",
-            work / "q.gguf",
-            "--force",
-            "--no-save",
-            "-t",
-            str(threads),
-        ).wall_s
+        out = ["-o", work / "q.gguf", "--force", "--no-save", "-t", str(threads)]
+        return quantlab("quantize", f16, "-m", "gguf", "--type", "Q4_K_M", *out).wall_s
 
     bare = [sys.executable, "-c", BARE, f16, work / "bare.gguf", str(threads)]
     pairs("quantization, whole command / bare call in a process", ours, lambda: run(bare).wall_s, rounds)
@@ -184,7 +176,7 @@ def bench_tpot(path: Path, threads: int, rounds: int) -> None:
 
     def theirs() -> float:
         command = [Path(ORACLE or "") / "llama-bench", "-m", path, "-p", "0", "-n", "64", "-d", "128", "-r", "3"]
-        done = run(["sh", "-c", " ".join([*map(str, command), "-t", str(threads), "-o", "json", "2>/dev/null"])])
+        done = _quiet([*command, "-t", str(threads), "-o", "json"])
         return 1e-6 * statistics.median(json.loads(done.out)[0]["samples_ns"]) / 64
 
     if ORACLE is None:

@@ -99,6 +99,8 @@ def ppl(label: str, model: ModelInfo, nll: Sequence[float], **given: Any) -> Res
         "n_ctx": 512,
         "stride": 512,
         "windows": len(nll),
+        "scored_tokens": 255 * len(nll),
+        "bos": "none: the model's tokenizer adds none",
         "text_hash": "173c87a53759e0201f33e0ccf978e510",
         "token_hash": "aaaa",
     } | given.pop("details", {})

@@ -2,20 +2,36 @@
 
 from __future__ import annotations
 
+import json
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
+from tests.comparison_cases import F16, bench
+from tests.hf_folders import write_folder
+from tests.tiny_gguf import write_gguf
+
 HEAVY = ("torch", "transformers", "numpy", "llama_cpp", "scipy", "gguf", "datasets", "huggingface_hub", "tokenizers")
 
 
-def quantlab(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+def quantlab(
+    *arguments: str, cwd: Path | None = None, env: dict[str, str] | None = None, stdout: Any = subprocess.PIPE
+) -> subprocess.CompletedProcess[str]:
     """Run the command as a user does."""
     return subprocess.run(
-        [sys.executable, "-m", "quantlab", *arguments], capture_output=True, text=True, check=False, cwd=cwd
+        [sys.executable, "-m", "quantlab", *arguments],
+        stdout=stdout,
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+        cwd=cwd,
+        env={**os.environ, **(env or {})},
     )
 
 
@@ -82,6 +98,85 @@ def test_a_folder_without_files_is_named(tmp_path: Path) -> None:
     assert "config.json" in done.stderr
 
 
+def stored(folder: Path) -> str:
+    """A store of one Result; its folder's name."""
+    from quantlab.lab.store import Store
+
+    Store(folder / "runs").save(bench("f16 ≈", F16, [1.0, 1.1]))
+    return "runs"
+
+
+def test_compare_overwrites_nothing_without_force(tmp_path: Path) -> None:
+    runs, out = stored(tmp_path), tmp_path / "mine.json"
+    out.write_text("precious")
+    done = quantlab("compare", runs, "--json", "-o", "mine.json", cwd=tmp_path)
+    assert done.returncode == 1
+    assert "`mine.json` exists" in done.stderr
+    assert out.read_text() == "precious"
+    assert quantlab("compare", runs, "--json", "-o", "mine.json", "--force", cwd=tmp_path).returncode == 0
+    assert json.loads(out.read_text())["baseline"] == "f16 ≈"
+
+
+def test_a_terminal_that_lacks_a_sign_gets_an_escape(tmp_path: Path) -> None:
+    done = quantlab("compare", stored(tmp_path), cwd=tmp_path, env={"PYTHONIOENCODING": "ascii"})
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "f16 \\u2248" in done.stdout
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
+def test_a_full_disk_behind_stdout_is_an_error(tmp_path: Path) -> None:
+    with Path("/dev/full").open("w") as full:
+        done = quantlab("compare", stored(tmp_path), cwd=tmp_path, stdout=full)
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: `output`: No space left on device\nhint: the disk is full")
+    assert "Traceback" not in done.stderr
+
+
+def test_quantize_prints_where_the_artifact_is(tmp_path: Path) -> None:
+    write_folder(tmp_path / "tiny", "llama")
+    done = quantlab("quantize", "tiny", "-m", "gguf", "--type", "Q8_0", cwd=tmp_path)
+    assert done.returncode == 0
+    assert done.stdout.endswith("written to artifacts/tiny-Q8_0.gguf\n")
+    assert "tiny-Q8_0: quantize" in done.stderr
+    done = quantlab("quantize", "tiny", "-m", "gguf", "--type", "Q4_0", "--json", cwd=tmp_path)
+    assert json.loads(done.stdout)["spec"]["out"] == "artifacts/tiny-Q4_0.gguf"
+
+
+def test_ctrl_c_says_what_is_kept(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "quantlab", "ppl", "tiny.gguf", "--data", "long.txt", "--n-ctx", "16"]
+    write_gguf(tmp_path / "tiny.gguf")
+    (tmp_path / "long.txt").write_text("some words of a long text\n" * 20_000)
+    # A shell without a terminal starts its jobs deaf to Ctrl-C, and children inherit that.
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+    signal.signal(signal.SIGINT, handler)
+    assert process.stderr is not None
+    for line in process.stderr:
+        if "perplexity" in line:
+            break
+    process.send_signal(signal.SIGINT)
+    assert "interrupted; finished results are kept in runs" in process.stderr.read()
+    assert process.wait() == 130
+
+
+def test_a_store_that_cannot_be_written_is_refused_before_the_work(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "tiny.gguf")
+    (tmp_path / "file").write_text("")
+    done = quantlab("bench", "tiny.gguf", "-p", "8", "-n", "4", "--results", "file/runs", cwd=tmp_path)
+    assert done.returncode == 1
+    assert "`file` is no folder that you may write to\nhint: choose another with `--results`" in done.stderr
+    assert "bench 8+4" not in done.stderr
+
+
+@pytest.mark.skipif(sys.platform == "darwin", reason="file names are UTF-8 there")
+def test_names_that_are_not_utf8_are_refused(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "tiny.gguf")
+    for arguments in (["inspect", "bad\udcff.gguf"], ["quantize", "tiny.gguf", "-m", "gguf", "-o", "bad\udcff.gguf"]):
+        done = quantlab(*arguments, cwd=tmp_path)
+        assert done.returncode in (1, 2)
+        assert "bad\\udcff.gguf` is not UTF-8" in done.stderr
+
+
 def test_recipe_errors_name_the_place(tmp_path: Path) -> None:
     recipe = tmp_path / "r.yaml"
     recipe.write_text("name: r\nmodels: demo\n")
@@ -92,3 +187,8 @@ def test_recipe_errors_name_the_place(tmp_path: Path) -> None:
     done = quantlab("run", "r.yaml", cwd=tmp_path)
     assert done.returncode == 2
     assert "quantise" in done.stderr
+    for name in ("../../elsewhere", "/tmp/elsewhere", "''"):
+        recipe.write_text(f"name: {name}\nmodels: [demo]\nbench: [{{}}]\n")
+        done = quantlab("run", "r.yaml", cwd=tmp_path)
+        assert done.returncode == 2
+        assert "is no file name" in done.stderr

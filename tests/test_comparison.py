@@ -78,11 +78,11 @@ def test_numbers_come_from_their_result():
     results = lab()
     comparison = compare(results)
     tpot = results[4].measurements["tpot"].samples
-    assert value(comparison, "Q4_K_M", "tpot").interval.estimate == pytest.approx(reference.fmean(tpot))
+    assert value(comparison, "Q4_K_M", "tpot").interval.estimate == pytest.approx(reference.geometric_mean(tpot))
     assert value(comparison, "Q4_K_M", "size_bytes").interval.estimate == Q4.size_bytes
     assert value(comparison, "Q4_K_M", "kld_mean").interval.estimate == 0.05703
     # The floor of 105 MB at 20 GB/s.
-    share = Q4.size_bytes / 20e9 / reference.fmean(tpot)
+    share = Q4.size_bytes / 20e9 / reference.geometric_mean(tpot)
     assert value(comparison, "Q4_K_M", "tpot_floor_share").interval.estimate == pytest.approx(share)
 
 
@@ -250,9 +250,21 @@ def test_requests_of_one_batch_are_no_repetitions():
     # Four samples in two repetitions: the interval stands on two.
     batches = REPLACE(measured(tpot=[1.0, 1.2, 1.1, 1.3])["tpot"], samples_per_repetition=2)
     comparison = compare([bench("f16", F16, [], measurements={"tpot": batches})])
-    assert value(comparison, "f16", "tpot").interval.estimate == pytest.approx(1.15)
-    half = 12.7062 * reference.stdev([1.1, 1.2]) / math.sqrt(2)
-    assert value(comparison, "f16", "tpot").interval.high - 1.15 == pytest.approx(half, rel=1e-4)
+    found = value(comparison, "f16", "tpot").interval
+    assert found.estimate == pytest.approx(math.sqrt(1.1 * 1.2))
+    half = 12.7062 * reference.stdev([math.log(1.1), math.log(1.2)]) / math.sqrt(2)
+    assert math.log(found.high / found.estimate) == pytest.approx(half, rel=1e-4)
+
+
+@pytest.mark.parametrize("details", [{"session": "s1"}, {"session": "s2"}])
+def test_the_ratio_shown_is_that_of_the_values_shown(details):
+    # One slow repetition: the arithmetic means would say the contrary of the pairs.
+    comparison = two([0.14, 0.08, 0.09, 0.05], [0.25, 0.04, 0.04, 0.04], details=details)
+    for metric in ("tpot", "decode_throughput"):
+        own, base = value(comparison, "Q4", metric), value(comparison, "f16", metric)
+        assert own.ratio.estimate == pytest.approx(own.interval.estimate / base.interval.estimate)
+    tpot, rate = (value(comparison, "Q4", name).interval.estimate for name in ("tpot", "decode_throughput"))
+    assert rate == pytest.approx(1 / tpot)
 
 
 def test_verdicts_in_words():
@@ -404,6 +416,20 @@ def test_unlike_conditions_are_refused_by_name_or_noted(field, changed):
     assert any("allowed by `--allow-env-diff`" in note and field in note for note in comparison.notes)
 
 
+def test_conditions_of_other_cells_do_not_matter():
+    long = {"prompt_tokens": 512, "new_tokens": 64, "batch": 1}
+    one = [bench("f16", F16, [1.0, 1.1]), bench("Q4", Q4, [0.5, 0.6])]
+    four = REPLACE(RUNTIME, threads=4)
+    other = [
+        bench(r.label, r.model, [0.5, 0.6], spec=long, runtime=four, env=REPLACE(ENV, load_average=9)) for r in one
+    ]
+    comparison = compare([*one, *other])
+    assert len(comparison.rows) == 4
+    assert comparison.notes == []
+    with pytest.raises(QuantlabError, match="`Q4` and `f16` differ in threads"):
+        compare([*one, other[0], bench("Q4", Q4, [0.5, 0.6], spec=long)])
+
+
 def test_runtimes_of_their_own_versions_are_alike():
     torch = REPLACE(RUNTIME, name="torch", version="2.13")
     assert compare([bench("f16", F16, [1.0]), bench("AWQ", Q4, [0.5], runtime=torch)])
@@ -425,6 +451,23 @@ def test_warnings_of_measurements_are_carried_once():
     notice = Notice("early-stop", "generation stopped early", "")
     comparison = compare([bench("f16", F16, [1.0], warnings=[notice]), bench("Q4", Q4, [1.0], warnings=[notice])])
     assert comparison.notes == ["warned while measuring `f16`, `Q4`: generation stopped early"]
+
+
+def test_the_history_of_weights_is_told_once():
+    note = "weights dequantized from Q4_1"
+    results = [bench(name, REPLACE(m, note=note), [1.0]) for name, m in (("f16", F16), ("Q4", Q4))]
+    assert compare(results).notes == [f"`f16`, `Q4`: {note}"]
+
+
+def test_a_stride_of_its_own_is_named():
+    legends = [
+        tabulate(compare([ppl("f16", F16, NLL, details={"protocol": "stride", "stride": stride})])).notes[1]
+        for stride in (256, 512)
+    ]
+    assert legends == [
+        "quality: stride, n_ctx 512, stride 256, 4 windows, text 173c87a5",
+        "quality: stride, n_ctx 512, 4 windows, text 173c87a5",
+    ]
 
 
 # Limits
@@ -507,7 +550,7 @@ def test_a_limit_that_cannot_be_checked_is_no_pass(results):
 def test_smaller_but_slower_is_said_with_the_floor():
     found = lessons(two([1.0, 1.1, 0.9], [1.19, 1.31, 1.07]))
     assert len(found) == 1
-    assert found[0].startswith("`Q4` is 61% smaller than `f16` and 19% slower a token: reading its weights")
+    assert found[0].startswith("`Q4` is 61% smaller than `f16` and 19% slower a token: reading weights")
     assert lessons(two([1.0, 1.1, 0.9], [0.9, 1.0, 0.8])) == []
     # Slower, but not surely so.
     assert lessons(two([1.0, 1.1, 0.9], [1.0, 1.3, 0.85])) == []

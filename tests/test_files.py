@@ -6,12 +6,23 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from quantlab.core.errors import QuantlabError
-from quantlab.core.files import check_output, check_space, sha256_file, write_text, written
+from quantlab.core import files
+from quantlab.core.files import (
+    cache_folder,
+    check_output,
+    check_space,
+    os_error,
+    sha256_file,
+    user_path,
+    write_text,
+    written,
+)
 
 
 def names(folder: Path) -> list[str]:
@@ -37,8 +48,9 @@ def test_a_failure_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
     assert names(tmp_path) == ["a.txt"]
 
 
-def test_kill_leaves_no_finished_file_and_the_next_run_cleans_up(tmp_path: Path) -> None:
-    out = tmp_path / "a.txt"
+@pytest.mark.parametrize("name", ["a.txt", "a[1].txt"])
+def test_kill_leaves_no_finished_file_and_the_next_run_cleans_up(tmp_path: Path, name: str) -> None:
+    out = tmp_path / name
     script = (
         "import os, signal, sys\nfrom pathlib import Path\nfrom quantlab.core.files import written\n"
         "with written(Path(sys.argv[1])) as t:\n t.write_text('half')\n os.kill(os.getpid(), signal.SIGKILL)\n"
@@ -48,7 +60,7 @@ def test_kill_leaves_no_finished_file_and_the_next_run_cleans_up(tmp_path: Path)
     assert not out.exists()
     assert len(names(tmp_path)) == 1
     write_text(out, "whole")
-    assert names(tmp_path) == ["a.txt"]
+    assert names(tmp_path) == [name]
 
 
 def test_a_temporary_file_of_a_living_process_stays(tmp_path: Path) -> None:
@@ -96,8 +108,50 @@ def test_too_little_space_is_named_with_both_numbers(tmp_path: Path) -> None:
     check_space(tmp_path, 1)
 
 
+def test_an_empty_cache_variable_is_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("QUANTLAB_CACHE", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", "")
+    assert cache_folder() == tmp_path / ".cache" / "quantlab"
+
+
+def test_names_that_no_result_could_hold_are_refused() -> None:
+    with pytest.raises(QuantlabError, match="not UTF-8"):
+        user_path("bad\udcff.gguf")
+    with pytest.raises(QuantlabError, match="names no user"):
+        user_path("~no-such-user-here/x.gguf")
+
+
+def test_every_error_of_the_system_has_a_hint(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="directory") as caught:
+        tmp_path.read_text()
+    assert os_error(caught.value, tmp_path).hint
+
+
 def test_sha256_of_a_known_text(tmp_path: Path) -> None:
     write_text(tmp_path / "abc", "abc")
     assert sha256_file(tmp_path / "abc") == "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
     with pytest.raises(QuantlabError, match="missing"):
         sha256_file(tmp_path / "missing")
+
+
+def test_a_remembered_hash_is_forgotten_when_the_file_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("QUANTLAB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(files, "_SETTLED_S", 0.05)
+    monkeypatch.setattr(files, "_WORTH_REMEMBERING_BYTES", 1)
+    path = tmp_path / "weights"
+    path.write_bytes(b"abc")
+    time.sleep(0.1)
+    first = files.sha256_known(path)
+    assert first == sha256_file(path)
+    with monkeypatch.context() as patch:
+        patch.setattr(files, "sha256_file", lambda _: pytest.fail("hashed again"))
+        assert files.sha256_known(path) == first
+    times = path.stat()
+    path.write_bytes(b"abd")
+    # The time of the content can be set back; that of the change cannot.
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+    time.sleep(0.1)
+    assert files.sha256_known(path) == sha256_file(path) != first

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from quantlab.core.errors import QuantlabError
 from quantlab.core.gguf_file import TYPES, read_header
-from tests.tiny import write_model
+from tests.tiny_gguf import write_wide
 
 QUICK = settings(deadline=2000, max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
@@ -23,7 +23,7 @@ QUICK = settings(deadline=2000, max_examples=300, suppress_health_check=[HealthC
 @pytest.fixture(scope="module")
 def sound(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     path = tmp_path_factory.mktemp("sound") / "m.gguf"
-    write_model(path, hidden=32, ffn=32, layers=1)
+    write_wide(path, hidden=32, ffn=32, layers=1)
     return path.read_bytes()
 
 

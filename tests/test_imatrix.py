@@ -12,7 +12,7 @@ from quantlab.core.errors import QuantlabError
 from quantlab.core.progress import silent
 from quantlab.quantize import imatrix
 from quantlab.quantize.imatrix import Entry, collect, write
-from tests.tiny import LAYERS, stored_metadata, write_model
+from tests.tiny_gguf import F32, LAYERS, stored_metadata, write_wide
 
 WINDOWS, LENGTH = 3, 32
 
@@ -27,7 +27,7 @@ def rms_norm(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
 
 
 def test_sums_of_the_first_layer_are_those_of_its_normalized_embeddings(tmp_path: Path, windows: np.ndarray) -> None:
-    weights = write_model(tmp_path / "m.gguf", kind="F32")
+    weights = write_wide(tmp_path / "m.gguf", kind=F32)
     entries = collect(tmp_path / "m.gguf", windows, threads=1, progress=silent)
     embedded = weights["token_embd.weight"][windows.ravel()].astype(np.float64)
     expected = (rms_norm(embedded, weights["blk.0.attn_norm.weight"]) ** 2).sum(axis=0)
@@ -39,7 +39,7 @@ def test_sums_of_the_first_layer_are_those_of_its_normalized_embeddings(tmp_path
 
 def test_every_matrix_of_every_block_is_there_and_nothing_else(tmp_path: Path, windows: np.ndarray) -> None:
     # The last block's feed-forward is only computed where logits of every token are asked for.
-    write_model(tmp_path / "m.gguf", tied=False)
+    write_wide(tmp_path / "m.gguf", tied=False)
     entries = collect(tmp_path / "m.gguf", windows, threads=1, progress=silent)
     kinds = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
     assert set(entries) == {f"blk.{i}.{kind}.weight" for i in range(LAYERS) for kind in kinds}
@@ -48,7 +48,7 @@ def test_every_matrix_of_every_block_is_there_and_nothing_else(tmp_path: Path, w
 
 
 def test_experts_share_what_their_router_sees(tmp_path: Path, windows: np.ndarray) -> None:
-    write_model(tmp_path / "m.gguf", experts=4, kind="F32")
+    write_wide(tmp_path / "m.gguf", experts=4, kind=F32)
     entries = collect(tmp_path / "m.gguf", windows, threads=1, progress=silent)
     for i in range(LAYERS):
         router, gate = entries[f"blk.{i}.ffn_gate_inp.weight"], entries[f"blk.{i}.ffn_gate_exps.weight"]
@@ -60,20 +60,20 @@ def test_experts_share_what_their_router_sees(tmp_path: Path, windows: np.ndarra
 
 
 def test_windows_of_fewer_than_16_tokens_tell_nothing(tmp_path: Path) -> None:
-    write_model(tmp_path / "m.gguf")
+    write_wide(tmp_path / "m.gguf")
     with pytest.raises(QuantlabError, match="no matrix product"):
         collect(tmp_path / "m.gguf", np.full((2, 15), 7, np.int32), threads=1, progress=silent)
 
 
 def test_activations_that_are_not_finite_name_the_matrix(tmp_path: Path, windows: np.ndarray) -> None:
     hidden = 256
-    write_model(tmp_path / "m.gguf", kind="F32", replace={"blk.0.attn_norm.weight": np.full(hidden, 1e30, np.float32)})
+    write_wide(tmp_path / "m.gguf", kind=F32, replace={"blk.0.attn_norm.weight": np.full(hidden, 1e30, np.float32)})
     with pytest.raises(QuantlabError, match=r"blk\.0\.attn_(q|k|v)\.weight.*not finite"):
         collect(tmp_path / "m.gguf", windows, threads=1, progress=silent)
 
 
 def test_the_file_has_the_form_that_llama_quantize_reads(tmp_path: Path, windows: np.ndarray) -> None:
-    write_model(tmp_path / "m.gguf", experts=4)
+    write_wide(tmp_path / "m.gguf", experts=4)
     entries = collect(tmp_path / "m.gguf", windows, threads=1, progress=silent)
     write(tmp_path / "i.gguf", entries, datasets=["a", "b"], windows=WINDOWS, n_ctx=LENGTH)
     metadata = {k: v for k, v in stored_metadata(tmp_path / "i.gguf").items() if not k.startswith("GGUF.")}

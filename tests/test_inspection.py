@@ -21,7 +21,7 @@ from quantlab.quantize import inspection, methods
 from quantlab.quantize.inspection import label_type
 from quantlab.quantize.llama_model import lib
 from quantlab.quantize.spec import TYPES, InspectSpec, QuantizeSpec
-from tests.tiny import model_file, stored_tensors, write_model
+from tests.tiny_gguf import model_file, stored_tensors, write_wide
 
 
 def inspect(path: Path) -> Outcome:
@@ -39,7 +39,7 @@ def quantized(path: Path, kind: str) -> Path:
 
 
 def test_a_sound_file(tmp_path: Path) -> None:
-    write_model(tmp_path / "m.gguf", metadata={"tokenizer.ggml.add_bos_token": False})
+    write_wide(tmp_path / "m.gguf", metadata={"tokenizer.ggml.add_bos_token": False})
     outcome = inspect(quantized(tmp_path / "m.gguf", "Q4_K_M"))
     assert codes(outcome) == set()
     details = outcome.details
@@ -53,7 +53,7 @@ def test_a_sound_file(tmp_path: Path) -> None:
 
 
 def test_a_label_that_most_weights_do_not_carry_is_told(tmp_path: Path) -> None:
-    write_model(tmp_path / "m.gguf", hidden=64, ffn=96)
+    write_wide(tmp_path / "m.gguf", hidden=64, ffn=96)
     path = quantized(tmp_path / "m.gguf", "Q4_K_M")
     [notice] = [notice for notice in inspect(path).warnings if notice.code == "label-content"]
     n = sum(1 for kind, _ in stored_tensors(path).values() if kind == "Q5_0")
@@ -70,9 +70,9 @@ def test_label_types_are_those_of_the_library() -> None:
 
 
 def test_heads(tmp_path: Path) -> None:
-    weights = write_model(tmp_path / "tied.gguf")
-    write_model(tmp_path / "own.gguf", tied=False)
-    write_model(tmp_path / "twice.gguf", tied=False, replace={"output.weight": weights["token_embd.weight"]})
+    weights = write_wide(tmp_path / "tied.gguf")
+    write_wide(tmp_path / "own.gguf", tied=False)
+    write_wide(tmp_path / "twice.gguf", tied=False, replace={"output.weight": weights["token_embd.weight"]})
     found = {name: inspect(tmp_path / f"{name}.gguf") for name in ("tied", "own", "twice")}
     assert [found[name].details["head"] for name in found] == ["tied", "separate", "duplicated"]
     assert "tied-head-duplicated" in codes(found["twice"])
@@ -87,12 +87,12 @@ def test_heads(tmp_path: Path) -> None:
 )
 def test_tokenizer_faults(metadata: dict[str, Any], code: str, tmp_path: Path) -> None:
     path = tmp_path / "m.gguf"
-    write_model(path, metadata=metadata)
+    write_wide(path, metadata=metadata)
     assert code in codes(inspect(path))
 
 
 def test_a_file_changed_after_it_was_written_is_told(tmp_path: Path) -> None:
-    write_model(tmp_path / "m.gguf")
+    write_wide(tmp_path / "m.gguf")
     path = quantized(tmp_path / "m.gguf", "Q8_0")
     assert "record-differs" not in codes(inspect(path))
     data = bytearray(path.read_bytes())
@@ -172,7 +172,7 @@ def test_a_broken_tokenizer_is_an_error(tmp_path: Path) -> None:
 def test_a_hostile_file_is_shown_or_refused(at: int, new: bytes, tmp_path: Path) -> None:
     path = tmp_path / "m.gguf"
     if not path.exists():
-        write_model(path, hidden=32, ffn=32, layers=1)
+        write_wide(path, hidden=32, ffn=32, layers=1)
         (tmp_path / "sound").write_bytes(path.read_bytes())
     data = bytearray((tmp_path / "sound").read_bytes())
     data[at : at + len(new)] = new

@@ -10,15 +10,17 @@ import sys
 import time
 from pathlib import Path
 
+import msgspec
 import psutil
 import pytest
 
 from quantlab.core.errors import QuantlabError, UsageError
 from quantlab.lab.execute import Lab, fingerprint, make_spec
 from quantlab.lab.recipe import read_recipe, run_recipe
-from quantlab.lab.steps import bench_steps, ppl_step, quantize_step
+from quantlab.lab.steps import artifact_file, bench_steps, ppl_step, quantize_step
 from quantlab.lab.store import Store, encode, load_results, read_results
 from quantlab.quantize.spec import QuantizeSpec
+from tests.comparison_cases import F16, bench
 from tests.hf_folders import TRAINING_TEXT, write_folder
 
 RECIPE = """
@@ -136,6 +138,91 @@ def test_against_that_is_nothing_is_named(tiny: Path) -> None:
     (tiny / "tiny.yaml").write_text(recipe.replace("against: F16", "against: F61"))
     with pytest.raises(UsageError, match=r"F61.*F16, Q8_0"):
         run(tiny)
+    assert not (tiny / "tiny-F16.gguf").exists()
+    # As `type`, in any case.
+    (tiny / "tiny.yaml").write_text(recipe.replace("against: F16", "against: f16"))
+    assert run(tiny)
+
+
+def test_artifacts_of_one_type_are_all_measured(tiny: Path) -> None:
+    (tiny / "tiny.yaml").write_text(
+        f"name: twins\nmodels: [{tiny}/model]\n"
+        f"quantize: [{{type: Q8_0, out: {tiny}/all.gguf}}, {{type: Q8_0, out: {tiny}/part.gguf, skip: [attn_q]}}]\n"
+        f"ppl: [{{data: {tiny}/text.txt, n_ctx: 32, limit: 2, against: {tiny}/part.gguf}}]\n"
+    )
+    first = run(tiny)
+    found = {result.label: result for result in Store(tiny / "runs").load() if result.kind == "ppl"}
+    assert "kld_mean" in found["all"].measurements
+    assert "kld_mean" not in found["part"].measurements
+    assert run(tiny) == first
+    recipe = (tiny / "tiny.yaml").read_text()
+    (tiny / "tiny.yaml").write_text(recipe.replace(f"against: {tiny}/part.gguf", "against: Q8_0"))
+    with pytest.raises(UsageError, match="type of several artifacts"):
+        run(tiny)
+
+
+def test_two_artifacts_of_one_name_stop_a_recipe_before_its_first_step(tiny: Path) -> None:
+    recipe = (tiny / "tiny.yaml").read_text()
+    (tiny / "tiny.yaml").write_text(recipe.replace("tiny-Q8_0.gguf", "./tiny-F16.gguf"))
+    with pytest.raises(UsageError, match="two steps of the recipe write"):
+        run(tiny)
+    assert not (tiny / "tiny-F16.gguf").exists()
+
+
+def test_an_artifact_written_twice_under_two_names_is_known_by_each(tiny: Path) -> None:
+    lab = Lab(Store(tiny / "runs"), offline=True)
+    model = lab.model(str(tiny / "model"))
+    for name in ("one", "two"):
+        step = quantize_step(model, {"type": "Q8_0", "out": str(tiny / f"{name}.gguf")})
+        lab.execute(step)
+    [found] = lab.finished(step, [artifact_file(step.spec)])
+    assert found.label == "two"
+
+
+def test_offline_reaches_every_step(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tiny / "tiny.yaml").write_text(RECIPE.format(model=tiny / "model", folder=tiny))
+    run(tiny)
+    offline = [result.spec["offline"] for result in Store(tiny / "runs").load() if result.kind != "bench"]
+    assert offline == [True] * 4
+
+
+def test_a_prompt_file_is_read_in_a_recipe_too(tiny: Path) -> None:
+    (tiny / "prompt.txt").write_text("words of a prompt")
+    model = Lab(None).model(str(tiny / "model"))
+    [step] = bench_steps([model], {"prompt": f"@{tiny}/prompt.txt"})
+    assert step.spec.prompt == "words of a prompt"
+
+
+def test_results_of_one_step_have_its_start_and_keep_their_order(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QUANTLAB_CACHE", str(tiny / "cache"))
+    lab = Lab(Store(tiny / "runs"), offline=True)
+    models = [lab.runnable(str(tiny / "model"))]
+    models += [msgspec.structs.replace(models[0], label=label) for label in ("b", "a", "c")]
+    [step] = bench_steps(models, {"prompt_tokens": [16], "new_tokens": 4, "repeats": 2})
+    results = lab.execute(step)
+    assert [result.label for result in Store(tiny / "runs").load()] == [model.label for model in models]
+    assert len({result.started_at for result in results}) == 1
+    # No time of the session is left out of any of them.
+    assert min(result.duration_s for result in results) > sum(results[0].measurements["e2el"].samples)
+
+
+def test_speed_is_measured_again_on_another_system_and_quality_is_not(tiny: Path) -> None:
+    run(tiny)
+    store = Store(tiny / "runs")
+    for path in (tiny / "runs").glob("*.json"):
+        [result] = read_results(path)
+        env = msgspec.structs.replace(result.env, os="another kernel")
+        path.write_text(encode(msgspec.structs.replace(result, env=env)))
+    before = store.load()
+    run(tiny)
+    again = [result.kind for result in store.load() if result not in before]
+    assert again == ["bench", "bench"]
+
+
+def test_a_long_label_in_any_script_can_be_stored(tiny: Path) -> None:
+    result = bench("模型" * 60, F16, [1.0])
+    path = Store(tiny / "runs").save(result)
+    assert read_results(path) == [result]
 
 
 def test_the_fingerprint_is_of_content_not_of_place(tiny: Path) -> None:
@@ -152,6 +239,23 @@ def test_the_fingerprint_is_of_content_not_of_place(tiny: Path) -> None:
         file.write(b"\x01")
     changed = Lab(None).model(str(moved))
     assert fingerprint(ppl_step(model, {})) != fingerprint(ppl_step(changed, {}))
+
+
+def test_a_tokenizer_that_changed_changes_the_model(tiny: Path) -> None:
+    before = Lab(None).model(str(tiny / "model")).sha256
+    settings = tiny / "model" / "tokenizer_config.json"
+    content = json.loads(settings.read_text()) if settings.exists() else {}
+    settings.write_text(json.dumps({**content, "add_bos_token": not content.get("add_bos_token", False)}))
+    assert Lab(None).model(str(tiny / "model")).sha256 != before
+
+
+def test_a_converter_that_changed_changes_the_fingerprint(tiny: Path) -> None:
+    model = Lab(None).model(str(tiny / "model"))
+    step = quantize_step(model, {"converter": str(tiny / "convert.py")})
+    (tiny / "convert.py").write_text("one")
+    one = fingerprint(step)
+    (tiny / "convert.py").write_text("other")
+    assert fingerprint(step) != one
 
 
 def test_a_text_that_changed_changes_the_fingerprint(tiny: Path) -> None:

@@ -235,7 +235,7 @@ def test_demo_falls_back_to_the_wheel_and_stays_with_it(tmp_path):
         "path": str(folder),
         "name": "demo-from-Q4_1",
         "revision": None,
-        "note": "weights dequantized from Q4_1 (SmolLM2-135M-Instruct.Q4_1.gguf)",
+        "note": "weights dequantized from Q4_1 (SmolLM2-135M-Instruct.Q4_1.gguf): they cannot rank 4-bit methods",
     }
     assert [said["source"] for said in outputs] == [expected, expected]
     assert sorted(path.name for path in (tmp_path / "cache").iterdir()) == ["demo-from-Q4_1", "locks"]

@@ -33,7 +33,7 @@ from quantlab.quantize.spec import (
     check_spec,
     split_weight,
 )
-from tests.tiny import LAYERS, model_file, stored_metadata, stored_tensors, write_model
+from tests.tiny_gguf import F32, LAYERS, model_file, stored_metadata, stored_tensors, write_wide
 
 MATRICES = [f"blk.{i}.{kind}.weight" for i in range(LAYERS) for kind in ("attn_q", "ffn_down")]
 
@@ -46,7 +46,7 @@ def run(model: Path, out: Path, **options: Any) -> Outcome:
 def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Columns of 256 and 512: every type fits."""
     path = tmp_path_factory.mktemp("wide") / "wide.gguf"
-    write_model(path)
+    write_wide(path)
     return path
 
 
@@ -54,7 +54,7 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def narrow(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Columns of 64 and 96: no block of 256 fits."""
     path = tmp_path_factory.mktemp("narrow") / "narrow.gguf"
-    write_model(path, hidden=64, ffn=96)
+    write_wide(path, hidden=64, ffn=96)
     return path
 
 
@@ -73,7 +73,7 @@ def test_file_types_are_those_of_the_library() -> None:
 def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One layer, for the types that take a second for every 100,000 weights."""
     path = tmp_path_factory.mktemp("small") / "small.gguf"
-    write_model(path, ffn=256, layers=1)
+    write_wide(path, ffn=256, layers=1)
     return path
 
 
@@ -97,7 +97,7 @@ def test_the_library_itself_refuses_these_types_without_importance(kind: str, sm
 
 @pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"])
 def test_stored_bytes_are_those_of_the_python_reference(kind: str, tmp_path: Path) -> None:
-    weights = write_model(tmp_path / "m.gguf")
+    weights = write_wide(tmp_path / "m.gguf")
     run(tmp_path / "m.gguf", tmp_path / "o.gguf", type=kind)
     stored = stored_tensors(tmp_path / "o.gguf")
     for name in MATRICES:
@@ -208,7 +208,7 @@ def test_a_quantized_input_is_refused_by_its_types_unless_allowed(wide: Path, tm
 
 
 def test_the_input_is_never_the_output(tmp_path: Path) -> None:
-    write_model(tmp_path / "m.gguf")
+    write_wide(tmp_path / "m.gguf")
     before = model_file(tmp_path / "m.gguf")
     with pytest.raises(UsageError, match="is the input itself"):
         run(tmp_path / "m.gguf", tmp_path / "sub" / ".." / "m.gguf", force=True)
@@ -288,7 +288,7 @@ def test_weights_of_texts(text: str, expected: tuple[str, float]) -> None:
 def test_weights_that_are_not_finite_are_named(kind: str, bad: float, tmp_path: Path) -> None:
     values = np.full((256, 256), 0.01, np.float32)
     values[3, 5] = bad
-    write_model(tmp_path / "m.gguf", kind=kind, replace={"blk.1.attn_q.weight": values})
+    write_wide(tmp_path / "m.gguf", kind=gguf.GGMLQuantizationType[kind], replace={"blk.1.attn_q.weight": values})
     with pytest.raises(QuantlabError, match=r"`blk\.1\.attn_q\.weight` holds weights that are not finite"):
         run(tmp_path / "m.gguf", tmp_path / "out" / "o.gguf", type="Q8_0")
     assert list((tmp_path / "out").iterdir()) == []
@@ -320,7 +320,7 @@ def test_damaged_and_foreign_files_are_refused(wide: Path, tmp_path: Path) -> No
 
 def test_an_artifact_that_fails_its_check_is_kept_aside(tmp_path: Path) -> None:
     huge = np.full(256, 1e38, np.float32)
-    write_model(tmp_path / "m.gguf", kind="F32", replace={"output_norm.weight": huge})
+    write_wide(tmp_path / "m.gguf", kind=F32, replace={"output_norm.weight": huge})
     with pytest.raises(QuantlabError, match="logits are not finite") as caught:
         run(tmp_path / "m.gguf", tmp_path / "out" / "o.gguf", type="Q8_0")
     left = sorted(path.name for path in (tmp_path / "out").iterdir())
@@ -330,9 +330,9 @@ def test_an_artifact_that_fails_its_check_is_kept_aside(tmp_path: Path) -> None:
 
 
 def test_a_head_stored_twice_is_told(tmp_path: Path) -> None:
-    weights = write_model(tmp_path / "tied.gguf")
-    write_model(tmp_path / "m.gguf", tied=False, replace={"output.weight": weights["token_embd.weight"]})
-    write_model(tmp_path / "own.gguf", tied=False)
+    weights = write_wide(tmp_path / "tied.gguf")
+    write_wide(tmp_path / "m.gguf", tied=False, replace={"output.weight": weights["token_embd.weight"]})
+    write_wide(tmp_path / "own.gguf", tied=False)
     outcome = run(tmp_path / "m.gguf", tmp_path / "o.gguf", type="Q8_0")
     assert "tied-head-duplicated" in [notice.code for notice in outcome.warnings]
     outcome = run(tmp_path / "own.gguf", tmp_path / "o2.gguf", type="Q8_0")
@@ -340,7 +340,7 @@ def test_a_head_stored_twice_is_told(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_leaves_nothing(tmp_path: Path) -> None:
-    write_model(tmp_path / "m.gguf", ffn=2048)
+    write_wide(tmp_path / "m.gguf", ffn=2048)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     # A file that may not grow fails as one on a full disk does.
     resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, limits[1]))
@@ -370,13 +370,13 @@ from quantlab.core.model import ModelFile
 from quantlab.core.progress import silent
 from quantlab.quantize import methods
 from quantlab.quantize.spec import QuantizeSpec
-from tests.tiny import model_file
+from tests.tiny_gguf import model_file
 methods.run(QuantizeSpec(model_file(Path(sys.argv[1])), sys.argv[2], threads=1, type="Q4_K_M", force=True), silent)
 """
 
 
 def test_a_killed_run_leaves_nothing_that_looks_finished(tmp_path: Path) -> None:
-    write_model(tmp_path / "m.gguf", ffn=8192)
+    write_wide(tmp_path / "m.gguf", ffn=8192)
     out = tmp_path / "out" / "o.gguf"
     command = [sys.executable, "-c", SCRIPT, str(tmp_path / "m.gguf"), str(out)]
     root = Path(__file__).resolve().parents[1]
@@ -408,7 +408,7 @@ def test_a_killed_run_leaves_nothing_that_looks_finished(tmp_path: Path) -> None
 
 
 def test_an_interrupted_run_leaves_nothing(tmp_path: Path) -> None:
-    write_model(tmp_path / "m.gguf", ffn=8192)
+    write_wide(tmp_path / "m.gguf", ffn=8192)
     out = tmp_path / "out" / "o.gguf"
     command = [sys.executable, "-c", SCRIPT, str(tmp_path / "m.gguf"), str(out)]
     process = subprocess.Popen(command, cwd=Path(__file__).resolve().parents[1], stderr=subprocess.PIPE)

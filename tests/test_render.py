@@ -121,7 +121,7 @@ def test_json_holds_raw_numbers_ratios_and_codes():
     assert tpot["verdict"] == "better"
     assert tpot["paired"] is True
     assert tpot["ratio"]["low"] < tpot["ratio"]["estimate"] < tpot["ratio"]["high"] < 1
-    assert tpot["value"] * 1000 == pytest.approx(15.38, abs=0.005)
+    assert tpot["value"] * 1000 == pytest.approx(15.37, abs=0.005)
     assert tpot["text"].startswith("TPOT 1.38x faster, 95% CI ")
     assert q4["metrics"]["ppl"]["setting"] == {
         "protocol": "llama.cpp",
@@ -129,6 +129,10 @@ def test_json_holds_raw_numbers_ratios_and_codes():
         "stride": 512,
         "windows": 8,
         "text": "173c87a5",
+        "scored_tokens": 2040,
+        "bos": "none: the model's tokenizer adds none",
+        "text_hash": "173c87a53759e0201f33e0ccf978e510",
+        "token_hash": "aaaa",
     }
     assert document["rows"][0]["metrics"]["tpot"]["verdict"] == "baseline"
     assert document["notes"][-1].startswith("Perplexity is not downstream quality")
@@ -169,7 +173,8 @@ def test_two_settings_are_two_columns_in_every_format():
 def hostile(label: str) -> Comparison:
     """`label` everywhere where text comes from outside."""
     notice = Notice("code", label, label)
-    model = msgspec.structs.replace(Q4, method=label, tensor_types={label: Q4.tensor_types["Q5_0"]})
+    types = {label: Q4.tensor_types["Q5_0"]}
+    model = msgspec.structs.replace(Q4, method=label, note=label or "none", tensor_types=types)
     return compare(
         [
             bench("f16", F16, [1.0, 1.1]),

@@ -84,7 +84,7 @@ def test_the_folder_says_what_it_is(tmp_path):
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "head_dim": 16,
-        "max_position_embeddings": 128,
+        "max_position_embeddings": tiny_gguf.N_CTX_TRAIN,
         "tie_word_embeddings": True,
         "vocab_size": len(tiny_gguf.tokens(2)),
         "bos_token_id": 1,

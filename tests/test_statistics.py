@@ -11,7 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quantlab.core import statistics
-from quantlab.core.statistics import Interval, exp_interval, mean_interval, paired_ratio, percentile, unpaired_ratio
+from quantlab.core.statistics import (
+    Interval,
+    exp_interval,
+    geometric_mean_interval,
+    mean_interval,
+    paired_ratio,
+    percentile,
+    unpaired_ratio,
+)
 
 NUMBERS = st.floats(-1e6, 1e6)
 TIMES = st.floats(1e-6, 1e6)
@@ -60,6 +68,18 @@ def test_mean_interval_by_hand():
     # Mean 3, standard deviation sqrt(2.5), five samples: half width 2.776 * 1.5811 / 2.2361.
     estimate, low, high = mean_interval([1, 2, 3, 4, 5])
     assert (estimate, low, high) == pytest.approx((3, 3 - 1.96324, 3 + 1.96324), abs=1e-4)
+
+
+@given(st.lists(TIMES, min_size=2, max_size=20), st.lists(TIMES, min_size=2, max_size=20))
+def test_geometric_means_stand_in_the_ratio(a, b):
+    ratio = geometric_mean_interval(a).estimate / geometric_mean_interval(b).estimate
+    assert ratio == pytest.approx(unpaired_ratio(a, b).estimate, rel=1e-9)
+
+
+def test_geometric_mean_by_hand():
+    # Logarithms 0, 1, 2: mean 1, half width 4.3027 / sqrt(3).
+    found = geometric_mean_interval([math.exp(x) for x in (0, 1, 2)])
+    assert [math.log(x) for x in found] == pytest.approx([1, 1 - 2.48414, 1 + 2.48414], abs=1e-4)
 
 
 def test_unpaired_ratio_by_hand():

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
+from pathlib import Path
 
 import typer
 
 from quantlab.cli import bench, compare, doctor, inspect, ppl, quantize, run
-from quantlab.cli.console import print_error, warn
+from quantlab.cli.console import print_error
 from quantlab.core.errors import QuantlabError
+from quantlab.core.files import os_error
 
 app = typer.Typer(
     name="quantlab",
@@ -39,17 +42,21 @@ def _version(show: bool = typer.Option(False, "--version", help="Print the versi
 
 def main() -> None:
     """Run the command line; exit codes: 0 done, 1 failed, 2 wrong use, 3 a limit of the user was crossed."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # A terminal that has no `≈` gets an escape, not a traceback.
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         app()
     except QuantlabError as error:
         print_error(error)
         sys.exit(error.exit_code)
-    except KeyboardInterrupt:
-        warn("interrupted; finished results are kept")
-        sys.exit(130)
     except BrokenPipeError:
         # The reader of the pipe (`| head`) has gone; Python must not complain when it flushes.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        sys.exit(1)
+    except OSError as error:
+        # What no room expects: a full disk behind stdout, a path that may not even be looked at.
+        print_error(os_error(error, Path(error.filename or "output")))
         sys.exit(1)
 
 

@@ -32,7 +32,7 @@ def bench(
     as_json: opt.Json = False,
 ) -> None:
     """Measure speed and memory, with warm-up, interleaved repetitions and every sample kept."""
-    from quantlab.bench.spec import parse_sizes, prompt_text
+    from quantlab.bench.spec import parse_sizes
     from quantlab.lab.steps import bench_steps
 
     options = {
@@ -44,11 +44,10 @@ def bench(
         "device": device,
         "threads": threads,
         "seed": seed,
+        "prompt": prompt,
     }
     if prompt_tokens:
         options["prompt_tokens"] = parse_sizes(prompt_tokens, "--prompt-tokens")
-    if prompt is not None:
-        options["prompt"] = prompt_text(prompt)
     with opt.laboratory(results, no_save=no_save, offline=offline) as lab:
         steps = list(bench_steps([lab.runnable(model) for model in models], options))
         done = [result for step in steps for result in lab.execute(step)]

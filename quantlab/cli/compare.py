@@ -10,6 +10,7 @@ import typer
 from quantlab.cli import options as opt
 from quantlab.cli.show import show_comparison
 from quantlab.core.errors import LimitError
+from quantlab.core.files import check_output
 
 
 def compare(
@@ -27,7 +28,10 @@ def compare(
     allow_env_diff: Annotated[
         bool, typer.Option("--allow-env-diff", help="Compare speed between machines or settings that differ.")
     ] = False,
-    out: Annotated[Path | None, typer.Option("--out", "-o", help="Write to a file instead of stdout.")] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="Write to a file instead of stdout (a table as Markdown).")
+    ] = None,
+    force: opt.Force = False,
     results: opt.Results = opt.RESULTS,
     as_json: Annotated[bool, typer.Option("--json", help="The same as --format json.")] = False,
 ) -> None:
@@ -36,6 +40,8 @@ def compare(
     from quantlab.report.comparison import compare as join
     from quantlab.report.limits import crossed, parse_limit
 
+    if out is not None:
+        check_output(out, force=force)
     limits = [parse_limit(text) for text in fail_above or []]
     comparison = join(load_results(paths or [results]), baseline=baseline, allow_env_diff=allow_env_diff)
     show_comparison(comparison, "json" if as_json else format_, out)

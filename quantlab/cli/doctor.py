@@ -19,7 +19,7 @@ def doctor(as_json: bool = typer.Option(False, "--json", help="Print the checks 
         write_out(msgspec.json.format(msgspec.json.encode(report), indent=2).decode() + "\n")
         return
     for name, value in report.machine.items():
-        say(f"{name:<12} {value}")
+        say(f"{name:<20} {value}")
     say()
     for check in report.checks:
         say(f"{'runs' if check.runs else 'no':<5} {check.name:<20} {check.reason}")

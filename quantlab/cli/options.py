@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from quantlab.cli.console import progress_display
+from quantlab.cli.console import progress_display, warn
 
 if TYPE_CHECKING:
     from quantlab.lab.execute import Lab
@@ -28,9 +28,13 @@ RESULTS = Path("runs")
 
 @contextmanager
 def laboratory(results: Path, *, no_save: bool, offline: bool) -> Iterator[Lab]:
-    """A Lab whose progress is drawn on stderr."""
+    """A Lab whose progress is drawn on stderr; Ctrl-C ends it with exit code 130, as a shell expects."""
     from quantlab.lab.execute import Lab
     from quantlab.lab.store import Store
 
-    with progress_display() as progress:
-        yield Lab(None if no_save else Store(results), offline=offline, progress=progress)
+    try:
+        with progress_display() as progress:
+            yield Lab(None if no_save else Store(results), offline=offline, progress=progress)
+    except KeyboardInterrupt:
+        warn("interrupted" if no_save else f"interrupted; finished results are kept in {results}")
+        raise typer.Exit(130) from None

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from quantlab.cli import options as opt
+from quantlab.cli.console import say
 from quantlab.cli.show import show_prediction, show_results
 
 
@@ -81,3 +82,5 @@ def quantize(
         show_prediction(prediction, as_json=as_json)
     else:
         show_results(done, as_json=as_json)
+        if not as_json:
+            say(f"written to {step.spec.out}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 import struct
 from collections.abc import Iterable
@@ -13,13 +14,20 @@ from typing import Any
 import msgspec
 
 from quantlab.core.errors import QuantlabError
-from quantlab.core.files import os_error, sha256_file, write_text
+from quantlab.core.files import os_error, sha256_file, sha256_known, write_text
 from quantlab.core.gguf_file import read_header
 from quantlab.core.model import ModelFile
 from quantlab.core.result import ModelInfo, TensorType
 
 RECORD_NAME = "quantlab.json"
+# What changes the token ids or the prompt, and so what is computed.
+_SETTINGS = (
+    "config.json", "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json",
+    "added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja",
+)  # fmt: skip
 _SHARD = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
+# As large as the safetensors library reads; a damaged length would fill the memory.
+_LARGEST_HEADER_BYTES = 100_000_000
 _SAFETENSORS_BITS = {
     "F64": 64, "F32": 32, "F16": 16, "BF16": 16, "F8_E4M3": 8, "F8_E5M2": 8,
     "I64": 64, "I32": 32, "I16": 16, "I8": 8, "U64": 64, "U32": 32, "U16": 16, "U8": 8, "BOOL": 8,
@@ -53,13 +61,36 @@ def read_record(model: Path) -> Record | None:
         return None
     try:
         return msgspec.json.decode(path.read_bytes(), type=Record)
-    except msgspec.MsgspecError as error:
-        raise QuantlabError(f"`{path}` is not a record of quantlab: {error}", "remove it, or quantize again") from error
+    except OSError as error:
+        raise os_error(error, path) from error
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise QuantlabError(
+            f"`{path}` lies where the record of `{model.name}` belongs and is none: {error}",
+            "move it to another place, or give the model another name",
+        ) from error
 
 
 def write_record(model: Path, record: Record) -> None:
     """Write the record beside or into the artifact."""
     write_text(record_path(model), json.dumps(msgspec.to_builtins(record), indent=2, ensure_ascii=False) + "\n")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file of a model's folder; QuantlabError where it is damaged."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise os_error(error, path) from error
+    except (ValueError, RecursionError) as error:
+        raise QuantlabError(f"`{path}` is not valid JSON: {error}", "download it again") from error
+    if not isinstance(value, dict):
+        raise QuantlabError(f"`{path}` is no JSON object", "download it again")
+    return value
+
+
+def is_shard(path: Path) -> bool:
+    """Whether a file is named as a part of a split GGUF model."""
+    return _SHARD.fullmatch(path.name) is not None
 
 
 def gguf_shards(path: Path) -> list[Path]:
@@ -83,8 +114,8 @@ def safetensors_files(folder: Path) -> list[Path]:
             raise QuantlabError(f"`{folder}` has no *.safetensors", "download the weights in safetensors form")
         return found
     try:
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        names = sorted(set(read_json(index)["weight_map"].values()))
+    except (KeyError, AttributeError, TypeError) as error:
         raise QuantlabError(f"`{index}` is damaged: {error}", "download it again") from error
     for name in names:
         # A name from a downloaded file never leads out of the folder.
@@ -106,19 +137,22 @@ def safetensors_header(path: Path) -> dict[str, Any]:
         with path.open("rb") as file:
             head = file.read(8)
             length = struct.unpack("<Q", head)[0] if len(head) == 8 else -1
-            if not 0 < length <= size - 8:
-                raise QuantlabError(f"`{path}` is not a sound safetensors file: its header is cut off", again)
+            if not 0 < length <= min(size - 8, _LARGEST_HEADER_BYTES):
+                raise QuantlabError(
+                    f"`{path}` is not a sound safetensors file: its header is cut off or too long", again
+                )
             header = json.loads(file.read(length))
     except OSError as error:
         raise os_error(error, path) from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise QuantlabError(f"`{path}` is not a sound safetensors file: its header is damaged", again) from error
     try:
         tensors = {name: entry for name, entry in header.items() if name != "__metadata__"}
         for name, entry in tensors.items():
             begin, end = entry["data_offsets"]
             bits = _SAFETENSORS_BITS[entry["dtype"]]
-            if (end - begin) * 8 != _product(entry["shape"]) * bits or not 0 <= begin <= end:
+            whole = all(type(n) is int and n >= 0 for n in (begin, end, *entry["shape"]))
+            if not whole or (end - begin) * 8 != math.prod(entry["shape"]) * bits or begin > end:
                 raise QuantlabError(f"`{path}` is damaged: tensor `{name}` does not fill its place", again)
             if 8 + length + end > size:
                 raise QuantlabError(f"`{path}` is truncated: tensor `{name}` ends past its last byte", again)
@@ -138,7 +172,7 @@ def model_info(model: ModelFile) -> ModelInfo:
     if path.is_dir():
         files = safetensors_files(path)
         entries = [entry for file in files for entry in safetensors_header(file).values()]
-        tensors = [(e["dtype"], _product(e["shape"]), e["data_offsets"][1] - e["data_offsets"][0]) for e in entries]
+        tensors = [(e["dtype"], math.prod(e["shape"]), e["data_offsets"][1] - e["data_offsets"][0]) for e in entries]
         method = record.method if record else "none"
     else:
         files = gguf_shards(path)
@@ -158,20 +192,21 @@ def model_info(model: ModelFile) -> ModelInfo:
         bits_per_weight=8 * sum(n for _, _, n in tensors) / params,
         tensor_types=histogram((kind, n) for kind, n, _ in tensors),
         sha256=model.sha256,
+        note=model.note or (record.note if record else None),
     )
 
 
 def content_sha256(path: Path) -> str:
     """The sha256 that identifies a model: of its one weight file, or of the sha256 list of all of them.
 
-    For a folder config.json and tokenizer.json count too: they change what the weights compute.
+    For a folder config.json and the tokenizer's files count too: they change what the weights compute.
     """
     if path.is_dir():
-        also = [path / name for name in ("config.json", "tokenizer.json", "tokenizer.model")]
-        files = [*(file for file in also if file.is_file()), *safetensors_files(path)]
+        settings = [path / name for name in _SETTINGS if (path / name).is_file()]
+        hashes = [file.name + sha256_file(file) for file in settings]
+        hashes += [sha256_known(file) for file in safetensors_files(path)]
     else:
-        files = gguf_shards(path)
-    hashes = [sha256_file(file) for file in files]
+        hashes = [sha256_known(file) for file in gguf_shards(path)]
     return hashes[0] if len(hashes) == 1 else hashlib.sha256("".join(hashes).encode()).hexdigest()
 
 
@@ -183,10 +218,3 @@ def histogram(tensors: Iterable[tuple[str, int]]) -> dict[str, TensorType]:
         counts[kind] = (count + 1, total + params)
     ordered = sorted(counts.items(), key=lambda item: -item[1][1])
     return {kind: TensorType(count, params) for kind, (count, params) in ordered}
-
-
-def _product(shape: Iterable[int]) -> int:
-    result = 1
-    for n in shape:
-        result *= n
-    return result

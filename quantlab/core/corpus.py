@@ -21,7 +21,7 @@ from typing import Any, Literal
 import msgspec
 
 from quantlab.core.errors import QuantlabError, UsageError, missing_extra, unknown_name
-from quantlab.core.files import cache_folder, os_error, write_text
+from quantlab.core.files import cache_folder, os_error, user_path, write_text
 from quantlab.core.result import Notice
 
 Purpose = Literal["calibration", "evaluation"]
@@ -169,7 +169,7 @@ def load_text(name_or_path: str, purpose: Purpose = "calibration", *, offline: b
     known = cards()
     if name_or_path in known:
         return _load_set(known[name_or_path], known, purpose, offline=offline)
-    path = Path(name_or_path).expanduser()
+    path = user_path(name_or_path)
     if path.is_file():
         return _load_file(path, known, purpose)
     if path.exists() or path.suffix or os.sep in name_or_path:

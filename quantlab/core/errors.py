@@ -33,7 +33,7 @@ def missing_extra(package: str, extra: str) -> QuantlabError:
     """The error for a heavy package that is not installed: it names the extra that holds it."""
     return QuantlabError(
         f"`{package}` is not installed",
-        f"pip install 'quantlab[{extra}]'",
+        f"it is in the extra quantlab[{extra}]: pip install -e '.[{extra}]' in quantlab's folder",
     )
 
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import glob
 import hashlib
 import os
 import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +17,9 @@ from quantlab.core.errors import QuantlabError
 
 PARTIAL_SUFFIX = ".partial"
 _CHUNK = 1 << 22
+_SHA256_DIGITS = 64
+_WORTH_REMEMBERING_BYTES = 1 << 24
+_SETTLED_S = 2.0
 
 
 def check_output(path: Path, *, force: bool) -> None:
@@ -50,7 +55,8 @@ def os_error(error: OSError, path: Path) -> QuantlabError:
         errno.EROFS: "the file system is read-only: choose another place",
         errno.ENOENT: "check the path",
     }
-    return QuantlabError(f"`{path}`: {error.strerror or error}", hints.get(error.errno or 0, ""))
+    hint = hints.get(error.errno or 0, "check the path and its permissions")
+    return QuantlabError(f"`{path}`: {error.strerror or error}", hint)
 
 
 @contextlib.contextmanager
@@ -103,7 +109,7 @@ def written_folder(path: Path) -> Iterator[Path]:
 
 def _remove_stale(path: Path) -> None:
     """Remove what killed runs left beside `path`; what belongs to a living process stays."""
-    for stale in path.parent.glob(f".{path.name}.*{PARTIAL_SUFFIX}"):
+    for stale in path.parent.glob(f".{glob.escape(path.name)}.*{PARTIAL_SUFFIX}"):
         owner = stale.name.removesuffix(PARTIAL_SUFFIX).rpartition(".")[2]
         if owner.isdigit() and not _alive(int(owner)):
             if stale.is_dir():
@@ -153,6 +159,25 @@ def sha256_file(path: Path) -> str:
     return digest.hexdigest()
 
 
+def sha256_known(path: Path) -> str:
+    """As `sha256_file`, remembered in the cache folder while the file's identity, size and times stay the same.
+
+    A file that was changed within the last seconds is hashed each time: a second change may not move its times.
+    """
+    status = path.stat() if path.is_file() else None
+    if status is None or status.st_size < _WORTH_REMEMBERING_BYTES or time.time() - status.st_ctime < _SETTLED_S:
+        return sha256_file(path)
+    identity = f"{status.st_dev} {status.st_ino} {status.st_size} {status.st_mtime_ns} {status.st_ctime_ns}"
+    note = cache_folder() / "sha256" / sha256_text(identity)
+    with contextlib.suppress(OSError):
+        if len(known := note.read_text(encoding="ascii")) == _SHA256_DIGITS:
+            return known
+    found = sha256_file(path)
+    with contextlib.suppress(QuantlabError):
+        write_text(note, found)
+    return found
+
+
 def sha256_text(text: str) -> str:
     """The sha256 of a text in UTF-8, in hex."""
     return hashlib.sha256(text.encode()).hexdigest()
@@ -162,4 +187,17 @@ def cache_folder() -> Path:
     """Where downloads and derived models are kept: $QUANTLAB_CACHE, else the user's cache folder."""
     if named := os.environ.get("QUANTLAB_CACHE"):
         return Path(named)
-    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "quantlab"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "quantlab"
+
+
+def user_path(text: str) -> Path:
+    """The path that a user typed, `~` expanded; QuantlabError for what no file of ours can be called."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        # It could not stand in a Result, which is UTF-8.
+        raise QuantlabError(f"the name `{text}` is not UTF-8", "rename the file or folder") from error
+    try:
+        return Path(text).expanduser()
+    except RuntimeError as error:
+        raise QuantlabError(f"`{text}` names no user of this machine", "write `./~...` for such a file") from error

@@ -165,6 +165,8 @@ def _parse(cursor: _Cursor) -> GGUFHeader:
 
 def _entry(cursor: _Cursor) -> tuple[str, tuple[int, ...], int, int]:
     name, n_dims = cursor.string(), cursor.scalar("I")
+    if not name.isprintable():
+        raise cursor.fail(f"a tensor has the name {name!r}")
     if n_dims > _MAX_DIMS:
         raise cursor.fail(f"tensor `{name}` has {n_dims} dimensions")
     shape = tuple(cursor.scalar("Q") for _ in range(n_dims))

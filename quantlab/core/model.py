@@ -9,6 +9,7 @@ from typing import Literal
 import msgspec
 
 from quantlab.core.errors import QuantlabError, UsageError
+from quantlab.core.files import user_path
 
 DEMO = "demo"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?")
@@ -50,7 +51,7 @@ class ModelRef(msgspec.Struct, frozen=True):
             return cls("demo", DEMO)
         if text.startswith(("http://", "https://")):
             return cls("endpoint", text)
-        path = Path(text).expanduser()
+        path = user_path(text)
         if path.is_dir():
             return cls("folder", str(path.resolve()))
         if path.suffix.lower() == ".gguf":

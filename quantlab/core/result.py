@@ -55,7 +55,10 @@ class TensorType(msgspec.Struct, frozen=True):
 
 
 class ModelInfo(msgspec.Struct, frozen=True):
-    """What the bytes on disk are. `sha256` identifies the content, whatever the file is called."""
+    """What the bytes on disk are.
+
+    `sha256` identifies the content, whatever the file is called; `note` is what a reader must know of the weights.
+    """
 
     source: str
     format: Literal["safetensors", "gguf", "endpoint"]
@@ -66,6 +69,7 @@ class ModelInfo(msgspec.Struct, frozen=True):
     revision: str | None = None
     parent: str | None = None
     sha256: str | None = None
+    note: str | None = None
 
 
 class RuntimeInfo(msgspec.Struct, frozen=True):

@@ -5,6 +5,7 @@ Intervals are Student-t on the mean; ratios are formed on logarithms, so that A/
 
 from __future__ import annotations
 
+import functools
 import math
 import statistics
 from collections.abc import Sequence
@@ -57,6 +58,11 @@ def mean_interval(samples: Sequence[float]) -> Interval:
     return Interval(mean, mean - half, mean + half)
 
 
+def geometric_mean_interval(samples: Sequence[float]) -> Interval:
+    """The geometric mean of positive samples with its interval; two of them stand in the ratio estimated below."""
+    return exp_interval(mean_interval([math.log(sample) for sample in samples]))
+
+
 def paired_ratio(numerator: Sequence[float], denominator: Sequence[float]) -> Interval:
     """The geometric mean ratio of interleaved repetitions: pair i was taken in round i of one session."""
     if len(numerator) != len(denominator):
@@ -94,6 +100,7 @@ def _exp(x: float) -> float:
         return math.inf
 
 
+@functools.cache
 def _t_quantile(freedom: float) -> float:
     """The two-sided Student-t quantile at CONFIDENCE; scipy is imported only where an interval is wanted."""
     from scipy.special import stdtrit

@@ -62,7 +62,8 @@ def demo(*, offline: bool, progress: Progress) -> Source:
         _make_fallback(fallback, progress)
     check_folder(fallback)
     record = read_record(fallback)
-    return Source(fallback, _FALLBACK_NAME, None, record.note if record else None)
+    note = f"{record.note}: they cannot rank 4-bit methods" if record else None
+    return Source(fallback, _FALLBACK_NAME, None, note)
 
 
 def _cached_original() -> Source | None:

@@ -1,4 +1,4 @@
-"""What runs on this machine, found without loading any engine."""
+"""What runs on this machine, found without loading any model."""
 
 from __future__ import annotations
 
@@ -9,9 +9,7 @@ import msgspec
 
 from quantlab.core import hardware, units
 from quantlab.core.result import Environment
-
-# The torch methods and benches that later versions bring; `doctor` says so instead of staying silent.
-_LATER = ("awq", "gptq", "fp8", "int8", "rtn")
+from quantlab.quantize.spec import METHODS
 
 
 class Check(msgspec.Struct, frozen=True):
@@ -38,7 +36,7 @@ def examine() -> Examination:
         "cpu": env.cpu,
         "gpu": f"{env.gpu}, driver {env.driver}" if env.gpu else "none found",
         "memory": units.size(env.ram_bytes, None),
-        "cache": units.size(hardware.last_level_cache_bytes(), None),
+        "cpu cache": units.size(hardware.last_level_cache_bytes(), None),
         "load": f"{env.load_average:.2f}",
         "os": env.os,
         **env.packages,
@@ -48,7 +46,7 @@ def examine() -> Examination:
 
 def _llamacpp(env: Environment) -> Check:
     if "llama-cpp-python" not in env.packages:
-        return Check("llama.cpp", False, "llama-cpp-python is not installed", "pip install 'quantlab[gguf]'")
+        return Check("llama.cpp", False, "llama-cpp-python is not installed", "pip install -e '.[gguf]' in quantlab's folder")
     try:
         import llama_cpp.llama_cpp as lib
     except (ImportError, OSError, RuntimeError) as error:
@@ -61,17 +59,20 @@ def _llamacpp(env: Environment) -> Check:
 
 
 def _converter() -> Check:
-    missing = [name for name in ("gguf", "safetensors", "tokenizers") if importlib.util.find_spec(name) is None]
+    missing = [
+        name for name in ("llama_cpp", "gguf", "safetensors", "tokenizers") if importlib.util.find_spec(name) is None
+    ]
     if missing:
-        return Check("gguf", False, f"{', '.join(missing)} not installed", "pip install 'quantlab[gguf]'")
+        return Check("gguf", False, f"{', '.join(missing)} not installed", "pip install -e '.[gguf]' in quantlab's folder")
     return Check("gguf", True, "converts and quantizes on this CPU")
 
 
 def _data() -> Check:
     if importlib.util.find_spec("datasets") is None:
-        return Check("datasets", False, "not installed: no corpora from the Hub", "pip install 'quantlab[data]'")
+        return Check("datasets", False, "not installed: no corpora from the Hub", "pip install -e '.[data]' in quantlab's folder")
     return Check("datasets", True, importlib.metadata.version("datasets"))
 
 
 def _torch_methods() -> list[Check]:
-    return [Check(name, False, "this version does not build it", "use `--method gguf`") for name in _LATER]
+    later = [name for name, module in METHODS.items() if module is None]
+    return [Check(name, False, "this version does not build it", "use `--method gguf`") for name in later]

@@ -11,17 +11,18 @@ import functools
 import importlib
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
+from quantlab import __version__
 from quantlab.core import hardware
 from quantlab.core.artifact import content_sha256
 from quantlab.core.corpus import Purpose, load_text
 from quantlab.core.errors import UsageError, unknown_name
-from quantlab.core.files import cache_folder, sha256_text
+from quantlab.core.files import cache_folder, sha256_file, sha256_text
 from quantlab.core.model import ModelFile, ModelRef
 from quantlab.core.progress import Progress, silent
 from quantlab.core.result import SCHEMA, Environment, Kind, Outcome, Result
@@ -84,40 +85,61 @@ class Lab:
         from quantlab.quantize.methods import run
         from quantlab.quantize.spec import QuantizeSpec
 
-        path = cache_folder() / "gguf" / model.sha256[:16] / f"{model.label}-F16.gguf"
+        # Another version may convert otherwise.
+        path = cache_folder() / "gguf" / f"{model.sha256[:16]}-{__version__}" / f"{model.label}-F16.gguf"
         if not path.is_file():
             run(QuantizeSpec(model, str(path), type="F16", offline=self.offline), self.progress)
         return msgspec.structs.replace(model, path=str(path), label=path.stem, sha256=content_sha256(path))
 
     def execute(self, step: Step) -> list[Result]:
         """Run one step; each Result is stored as soon as it is there, so a later failure loses none."""
+        if self.store is not None:
+            self.store.check_writable()
         module, function = _ROOMS[step.kind]
         run: Callable[[Spec, Progress], Outcome | Iterable[Outcome]] = getattr(
             importlib.import_module(module), function
         )
-        env = hardware.environment()
+        env, identity = hardware.environment(), fingerprint(step)
+        started, clock = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds"), time.perf_counter()
+        outcomes = run(step.spec, self._progress_of(step))
         results = []
-        for outcome, started, seconds in _timed(run, step.spec, self.progress):
-            result = _result(step, outcome, env, started, seconds)
+        for outcome in [outcomes] if isinstance(outcomes, Outcome) else outcomes:
+            seconds = time.perf_counter() - clock
+            result = _result(step, outcome, env, identity, started=started, seconds=seconds)
             if self.store is not None:
                 self.store.save(result)
             results.append(result)
         return results
 
-    def finished(self, step: Step, expected: int) -> list[Result]:
-        """The newest stored Results of this very step on this machine and software; empty if not all are there."""
+    def _progress_of(self, step: Step) -> Progress:
+        """Progress whose stages name what they work on; those of a bench name the cell, as it has several models."""
+        if step.kind == "bench":
+            return self.progress
+        name = Path(step.spec.out).stem if step.kind == "quantize" else step.spec.model.label
+        return lambda stage, done, total: self.progress(f"{name}: {stage}", done, total)
+
+    def finished(self, step: Step, models: list[ModelFile]) -> list[Result]:
+        """The newest stored Results of this very step, for `models` in order, under the conditions of now.
+
+        Empty if one of them is missing.
+        """
         if self.store is None:
             return []
         wanted = fingerprint(step)
-        here = hardware.environment()
+        now = _conditions(step.kind, hardware.environment())
         found = {
-            result.label: result
+            (result.label, result.model.sha256): result
             for result in self.store.load()
-            if result.fingerprint == wanted
-            and result.status == "ok"
-            and (result.env.cpu, result.env.gpu, result.env.packages) == (here.cpu, here.gpu, here.packages)
+            if result.fingerprint == wanted and result.status == "ok" and _conditions(step.kind, result.env) == now
         }
-        return list(found.values()) if len(found) == expected else []
+        asked = [(model.label, model.sha256) for model in models]
+        return [found[model] for model in asked] if found.keys() >= set(asked) else []
+
+
+def _conditions(kind: Kind, env: Environment) -> tuple[Any, ...]:
+    """Machine and software that a Result depends on; speed on more, as the comparison has it."""
+    software = (env.cpu, env.gpu, env.packages)
+    return (*software, env.driver, env.os) if kind == "bench" else software
 
 
 def fingerprint(step: Step) -> str:
@@ -139,6 +161,8 @@ def _identity(value: Any) -> Any:
     if "calib" in value:
         parts = [split_weight(calib) for calib in value["calib"]]
         identity["calib"] = [(_text_sha256(name, "calibration", offline), weight) for name, weight in parts]
+    if value.get("converter"):
+        identity["converter"] = sha256_file(Path(value["converter"]))
     return identity
 
 
@@ -154,28 +178,17 @@ def make_spec(kind: type[S], options: dict[str, Any]) -> S:
     if unknown := [name for name in options if name not in known]:
         raise unknown_name("option", unknown[0], known)
     try:
-        return msgspec.convert(options, kind)
+        spec = msgspec.convert(options, kind)
+        msgspec.json.encode(spec)
+    except UnicodeEncodeError as error:
+        raise UsageError(f"the option `{error.object}` is not UTF-8", "use another name or text") from error
     except msgspec.ValidationError as error:
-        raise UsageError(f"wrong option: {error}") from error
+        raise UsageError(f"wrong option: {error}", "in a recipe lists have brackets, `[128, 512]`") from error
+    return spec
 
 
-def _timed(
-    run: Callable[[Spec, Progress], Outcome | Iterable[Outcome]], spec: Spec, progress: Progress
-) -> Iterator[tuple[Outcome, str, float]]:
-    """Each outcome with the time it began and the seconds it took."""
-    each: Iterator[Outcome] | None = None
-    while True:
-        started, clock = datetime.datetime.now(datetime.UTC), time.perf_counter()
-        if each is None:
-            outcomes = run(spec, progress)
-            each = iter([outcomes] if isinstance(outcomes, Outcome) else outcomes)
-        outcome = next(each, None)
-        if outcome is None:
-            return
-        yield outcome, started.isoformat(timespec="milliseconds"), time.perf_counter() - clock
-
-
-def _result(step: Step, outcome: Outcome, env: Environment, started: str, seconds: float) -> Result:
+def _result(step: Step, outcome: Outcome, env: Environment, identity: str, *, started: str, seconds: float) -> Result:
+    """`seconds` from the start of the step until the outcome was there."""
     return Result(
         schema=SCHEMA,
         id=uuid.uuid4().hex,
@@ -183,7 +196,7 @@ def _result(step: Step, outcome: Outcome, env: Environment, started: str, second
         status="ok",
         label=outcome.label,
         spec=msgspec.to_builtins(step.spec),
-        fingerprint=fingerprint(step),
+        fingerprint=identity,
         model=outcome.model,
         runtime=outcome.runtime,
         env=env,

@@ -185,17 +185,19 @@ def _explained(repo: str, revision: str | None, *, offline: bool) -> Iterator[No
         raise QuantlabError(f"`{repo}` has no revision `{revision}`", "check its branches, tags and commits") from error
     except errors.RepositoryNotFoundError as error:
         raise QuantlabError(
-            f"the Hub has no model `{repo}`", "check the spelling; a private one needs `hf auth login` or HF_TOKEN"
+            f"the Hub has no model `{repo}`, and there is no such folder",
+            "check the spelling; a private one needs `hf auth login` or HF_TOKEN",
         ) from error
     except errors.LocalEntryNotFoundError as error:
         wanted = f"`{repo}@{revision}`" if revision else f"`{repo}`"
         if offline:
             raise QuantlabError(
-                f"{wanted} is not in the cache, or not whole", "run once without `--offline`"
+                f"{wanted} is not in the cache, or not whole, and there is no such folder",
+                "check the path, or run once without `--offline`",
             ) from error
         raise QuantlabError(
-            f"{wanted} is not in the cache, and the Hub cannot be reached",
-            "check the network, HF_ENDPOINT and HF_HUB_OFFLINE",
+            f"{wanted} is not in the cache, the Hub cannot be reached, and there is no such folder",
+            "check the path, the network, HF_ENDPOINT and HF_HUB_OFFLINE",
         ) from error
     except OSError as error:
         if error.errno is None:

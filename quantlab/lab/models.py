@@ -10,8 +10,6 @@ from quantlab.core.model import ModelRef
 from quantlab.core.progress import Progress
 from quantlab.lab.source import Source, check_folder
 
-__all__ = ["Source", "resolve"]
-
 
 def resolve(ref: ModelRef, *, offline: bool, progress: Progress) -> Source:
     """Fetch what is not here yet, check that it is whole, and say where it lies.

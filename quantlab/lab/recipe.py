@@ -1,18 +1,18 @@
 """A recipe: models, methods and benches in a YAML file, run step by step, resumed where it stopped.
 
 Keys of an entry are the options of the command of that name (`quantize`, `bench`, `ppl`), written with underscores.
-`against` of ppl may name the type of an artifact of the recipe (F16) or any model.
+`against` of ppl may name an artifact of the recipe, by its type (F16) or its `out`, or any model.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from quantlab.core.artifact import content_sha256
 from quantlab.core.errors import QuantlabError, UsageError
 from quantlab.core.files import os_error
 from quantlab.core.model import ModelFile
@@ -31,7 +31,6 @@ class Recipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     quantize: list[Options] = []
     bench: list[Options] = []
     ppl: list[Options] = []
-    baseline: str | None = None
 
 
 def read_recipe(path: Path) -> Recipe:
@@ -43,79 +42,110 @@ def read_recipe(path: Path) -> Recipe:
     except OSError as error:
         raise os_error(error, path) from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UsageError(f"`{path}` is not YAML: {' '.join(str(error).split())}") from error
+        raise UsageError(f"`{path}` is not YAML: {' '.join(str(error).split())}", "see recipes/cpu-lab.yaml") from error
     try:
         recipe = msgspec.convert(content, Recipe)
     except msgspec.ValidationError as error:
         raise UsageError(
             f"`{path}` is not a recipe: {error}", f"its keys: {', '.join(Recipe.__struct_fields__)}"
         ) from error
+    # The copies of the table are called so.
+    if not re.fullmatch(r"\w[\w.-]{0,99}", recipe.name):
+        raise UsageError(f"`{path}`: the name {recipe.name!r} is no file name", "use letters, digits, `-`, `_` and `.`")
     if not recipe.models:
         raise UsageError(f"`{path}` lists no models", "for example `models: [demo]`")
+    if not recipe.quantize and not recipe.bench and not recipe.ppl:
+        raise UsageError(f"`{path}` does nothing", "add `quantize`, `bench` or `ppl`")
     return recipe
 
 
 def run_recipe(recipe: Recipe, lab: Lab, *, force: bool = False) -> list[Result]:
     """Run every step that has no finished Result yet; returns the Results of all steps, in order.
 
-    Every option of every step is checked before the first step runs.
+    Options, models, outputs and parents are checked before the first step runs.
     """
-    for text in recipe.models:
-        if not recipe.quantize and not recipe.bench and not recipe.ppl:
-            raise UsageError(f"recipe `{recipe.name}` does nothing with `{text}`", "add `quantize`, `bench` or `ppl`")
+    _check_options(recipe)
+    models = {text: lab.model(text) for text in recipe.models}
+    steps = {
+        text: [quantize_step(model, {"force": force, **_as_offline(options, lab)}) for options in recipe.quantize]
+        for text, model in models.items()
+    }
+    _check_outputs([step for of_model in steps.values() for step in of_model])
+    _check_parents(recipe, lab, next(iter(steps.values())))
     results: list[Result] = []
-    for text in recipe.models:
-        model = lab.model(text)
-        artifacts: dict[str, ModelFile] = {}
-        quantize = [quantize_step(model, {"force": force, **options}) for options in recipe.quantize]
-        _check_options(recipe, model)
+    for text, quantize in steps.items():
+        types, outs = {}, {}
         for step in quantize:
-            results += _quantized(step, Path(step.spec.out), lab)
-            artifacts[step.spec.type] = artifact_file(step.spec)
-        subjects = list(artifacts.values()) or [lab.runnable(text)]
-        for step, expected in _measuring_steps(recipe, lab, subjects, artifacts):
-            results += lab.finished(step, expected) or lab.execute(step)
+            results += _quantized(step, lab)
+            types[step.spec.type] = outs[step.spec.out] = artifact_file(step.spec)
+        subjects = list(outs.values()) or [lab.runnable(text)]
+        for step, measured in _measuring_steps(recipe, lab, subjects, types | outs):
+            results += lab.finished(step, measured) or lab.execute(step)
     return results
 
 
-def _check_options(recipe: Recipe, model: ModelFile) -> None:
+def _as_offline(options: Options, lab: Lab) -> Options:
+    return {**options, "offline": lab.offline or options.get("offline", False)}
+
+
+def _check_options(recipe: Recipe) -> None:
     """Build every step on a stand-in, so that a misspelled option in the last one stops the first."""
+    model = ModelFile(path="", label="model", source="", sha256="")
+    for options in recipe.quantize:
+        quantize_step(model, options)
     for options in recipe.bench:
         list(bench_steps([model], options))
     for options in recipe.ppl:
         ppl_step(model, {**options, "against": None})
 
 
-def _quantized(step: Step, path: Path, lab: Lab) -> list[Result]:
+def _check_outputs(steps: list[Step]) -> None:
+    """Refuse two artifacts of one name: the second would replace the first, or stop the run half way."""
+    paths = [Path(step.spec.out).resolve() for step in steps]
+    for step, path in zip(steps, paths, strict=True):
+        if paths.count(path) > 1:
+            raise UsageError(f"two steps of the recipe write `{step.spec.out}`", "give each its own `out`")
+
+
+def _check_parents(recipe: Recipe, lab: Lab, quantize: list[Step]) -> None:
+    """Whether each `against` is one artifact, or a model; `quantize` are the steps of one of the models."""
+    types = [step.spec.type for step in quantize]
+    outs = [step.spec.out for step in quantize]
+    for named in (str(options["against"]) for options in recipe.ppl if options.get("against") is not None):
+        if types.count(named.upper()) > 1:
+            raise UsageError(f"`against: {named}` is the type of several artifacts", "name one of them by its `out`")
+        if named.upper() in types or named in outs:
+            continue
+        try:
+            lab.runnable(named)
+        except QuantlabError as error:
+            raise UsageError(
+                f"`against: {named}` is neither an artifact of the recipe ({', '.join(types)}) nor a model: "
+                f"{error.message}",
+                error.hint,
+            ) from error
+
+
+def _quantized(step: Step, lab: Lab) -> list[Result]:
     """The Result of a quantize step: a finished one if its artifact is still there, unchanged."""
-    for result in lab.finished(step, 1):
-        if path.is_file() and content_sha256(path) == result.model.sha256:
-            return [result]
+    if Path(step.spec.out).is_file() and (done := lab.finished(step, [artifact_file(step.spec)])):
+        return done
     return lab.execute(step)
 
 
 def _measuring_steps(
     recipe: Recipe, lab: Lab, subjects: list[ModelFile], artifacts: dict[str, ModelFile]
-) -> Iterator[tuple[Step, int]]:
-    """The bench and ppl steps, small enough that a killed run loses little, with the Results each will have."""
+) -> Iterator[tuple[Step, list[ModelFile]]]:
+    """The bench and ppl steps, small enough that a killed run loses little, with the models that each measures."""
     for options in recipe.bench:
         for step in bench_steps(subjects, options):
-            yield step, len(subjects)
+            yield step, subjects
     for options in recipe.ppl:
-        named = options.get("against")
-        parent = None if named is None else artifacts.get(str(named)) or _named_model(lab, str(named), artifacts)
+        parent = None
+        if (against := options.get("against")) is not None:
+            named = str(against)
+            parent = artifacts.get(named) or artifacts.get(named.upper()) or lab.runnable(named)
         for subject in subjects:
             # The parent's divergence from itself is zero by definition.
-            against = parent if parent is not None and parent.sha256 != subject.sha256 else None
-            yield ppl_step(subject, {**options, "against": against}), 1
-
-
-def _named_model(lab: Lab, named: str, artifacts: dict[str, ModelFile]) -> ModelFile:
-    try:
-        return lab.runnable(named)
-    except QuantlabError as error:
-        known = ", ".join(artifacts)
-        raise UsageError(
-            f"`against: {named}` is neither an artifact of the recipe ({known}) nor a model: {error.message}",
-            error.hint,
-        ) from error
+            other = parent if parent is not None and parent.sha256 != subject.sha256 else None
+            yield ppl_step(subject, {**_as_offline(options, lab), "against": other}), [subject]

@@ -8,7 +8,7 @@ from typing import Any, get_args
 
 import msgspec
 
-from quantlab.bench.spec import BenchSpec
+from quantlab.bench.spec import BenchSpec, prompt_text
 from quantlab.core.artifact import content_sha256
 from quantlab.core.errors import unknown_name
 from quantlab.core.model import ModelFile
@@ -42,7 +42,9 @@ def artifact_file(spec: QuantizeSpec) -> ModelFile:
 
 
 def bench_steps(models: list[ModelFile], options: Options) -> Iterator[Step]:
-    """One bench step for each cell: the models of a cell run interleaved."""
+    """One bench step for each cell: the models of a cell run interleaved. `prompt` is TEXT or @FILE."""
+    if isinstance(options.get("prompt"), str):
+        options = {**options, "prompt": prompt_text(options["prompt"])}
     spec = make_spec(BenchSpec, {"models": models, **options})
     for cell in spec.cells():
         yield Step("bench", cell)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -12,8 +13,6 @@ from quantlab.core.errors import QuantlabError
 from quantlab.core.files import os_error, write_text
 from quantlab.core.result import SCHEMA, Result
 
-DEFAULT_FOLDER = Path("runs")
-
 
 class Store:
     """A folder of Results."""
@@ -21,9 +20,19 @@ class Store:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
+    def check_writable(self) -> None:
+        """Refuse a folder that cannot be written, before anything is measured for it."""
+        there = next(path for path in (self.folder, *self.folder.parents) if path.exists())
+        if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+            raise QuantlabError(
+                f"no Result can be kept in `{self.folder}`: `{there}` is no folder that you may write to",
+                "choose another with `--results`, or use `--no-save`",
+            )
+
     def save(self, result: Result) -> Path:
         """Write one Result; its name tells time, kind and label."""
-        label = re.sub(r"[^\w.-]+", "-", result.label)[:80]
+        # ASCII, because a file name may have 255 bytes.
+        label = re.sub(r"[^\w.-]+", "-", result.label, flags=re.ASCII)[:80]
         stamp = re.sub(r"[^\dT]", "", result.started_at[:19])
         path = self.folder / f"{stamp}-{result.kind}-{label}-{result.id[:8]}.json"
         write_text(path, encode(result))
@@ -32,7 +41,12 @@ class Store:
     def load(self) -> list[Result]:
         """All Results, oldest first."""
         results = [result for path in self.folder.glob("*.json") for result in read_results(path)]
-        return sorted(results, key=lambda result: (result.started_at, result.id))
+        return sorted(results, key=_finished)
+
+
+def _finished(result: Result) -> tuple[str, float]:
+    """Results of one step have one start and were there one after another."""
+    return result.started_at, result.duration_s
 
 
 def encode(results: Result | list[Result]) -> str:
@@ -52,7 +66,8 @@ def read_results(path: Path) -> list[Result]:
     for result in results:
         if result.schema != SCHEMA:
             raise QuantlabError(
-                f"`{path}` has the schema {result.schema}, this version reads {SCHEMA}", "measure again"
+                f"`{path}` has the schema {result.schema}, this version reads {SCHEMA}",
+                "use the version that wrote it, or other `--results`",
             )
     return results
 
@@ -71,4 +86,4 @@ def load_results(paths: Iterable[Path]) -> list[Result]:
             )
     if not results:
         raise QuantlabError("there are no results to compare", "run `quantlab bench` or `quantlab ppl` first")
-    return sorted(results, key=lambda result: (result.started_at, result.id))
+    return sorted(results, key=_finished)

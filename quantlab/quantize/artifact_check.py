@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from quantlab.core.errors import QuantlabError
-from quantlab.quantize.convert.token_check import PROBE
+from quantlab.core.gguf_file import GGUFHeader
 from quantlab.quantize.llama_model import LlamaModel
 
 # A dozen tokens on one thread: two threads that wait for each other on a busy machine take ten times as long.
@@ -15,15 +15,16 @@ _WINDOW = 12
 _PROMPT = "The river rises in the hills, and return r ** 2 河水从山里流出。"
 
 
-def find_fault(artifact: Path, parent: Path) -> str | None:
+def find_fault(artifact: Path, own: GGUFHeader, parent: GGUFHeader) -> str | None:
     """Why the artifact must not be used, or None.
 
-    `parent` is the GGUF that it was made from: the same ids for a probe in many scripts, the same chat template, one
-    BOS at most. Logits of a short prompt must be finite and not all alike.
+    Logits of a short prompt must be finite and not all alike, and one BOS at most stands before a text. `own` and
+    `parent` are the headers of the artifact and of the GGUF that it was made from: what they say of the tokenizer, the
+    chat template with it, must be the same, and so every text has the same ids.
     """
     try:
         with LlamaModel(artifact, n_ctx=_WINDOW) as model:
-            return _logits_fault(model) or _text_fault(model, parent, same=artifact == parent)
+            return _logits_fault(model) or _tokenizer_fault(own, parent)
     except QuantlabError as error:
         return error.message
 
@@ -41,12 +42,9 @@ def _logits_fault(model: LlamaModel) -> str | None:
     return None
 
 
-def _text_fault(model: LlamaModel, parent: Path, *, same: bool) -> str | None:
-    if same:
-        return None
-    with LlamaModel(parent) as other:
-        if model.encode(PROBE, special=True, add_special=True) != other.encode(PROBE, special=True, add_special=True):
-            return "its tokenizer gives other ids than its parent's"
-        if model.chat_template != other.chat_template:
-            return "its chat template is not its parent's"
+def _tokenizer_fault(own: GGUFHeader, parent: GGUFHeader) -> str | None:
+    keys = {key for header in (own, parent) for key in header.metadata if key.startswith("tokenizer.")}
+    for key in sorted(keys):
+        if own.metadata.get(key) != parent.metadata.get(key):
+            return f"its `{key}` is not its parent's"
     return None

@@ -12,11 +12,13 @@ import os
 import tempfile
 import time
 from pathlib import Path
+from typing import cast
 
 import msgspec
 
+from quantlab import __version__
 from quantlab.core import hardware
-from quantlab.core.artifact import model_info, read_record, record_path, write_record
+from quantlab.core.artifact import is_shard, model_info, read_record, record_path, write_record
 from quantlab.core.corpus import Corpus
 from quantlab.core.errors import QuantlabError, UsageError, missing_extra
 from quantlab.core.files import PARTIAL_SUFFIX, check_output, check_space, sha256_file, write_text, written
@@ -24,8 +26,8 @@ from quantlab.core.model import ModelFile
 from quantlab.core.progress import Progress
 from quantlab.core.result import Notice, Outcome
 from quantlab.quantize.gguf_facts import (
-    content_notices,
     details,
+    loss_notices,
     measurements,
     metadata,
     prediction,
@@ -34,7 +36,7 @@ from quantlab.quantize.gguf_facts import (
 )
 from quantlab.quantize.gguf_source import Source, least_bytes, read_source, vocabulary
 from quantlab.quantize.gguf_work import Conversion, Done, Importance, Job, Work
-from quantlab.quantize.spec import WIDE_TYPES, Prediction, QuantizeSpec
+from quantlab.quantize.spec import WIDE_TYPES, OutType, Prediction, QuantizeSpec
 from quantlab.quantize.tensors import whole_header
 from quantlab.runtime.worker import run_in_child
 
@@ -52,11 +54,7 @@ def run(spec: QuantizeSpec, progress: Progress) -> Outcome:
     out = Path(spec.out)
     source = read_source(spec)
     imatrix_path = out.with_suffix(".imatrix.gguf")
-    if out.resolve() == source.path.resolve():
-        raise UsageError(f"`{out}` is the input itself", "give the artifact another name with `--out`")
-    for path in (out, imatrix_path) if spec.imatrix else (out,):
-        check_output(path, force=spec.force)
-    check_space(out.parent, least_bytes(spec, source))
+    _check_outputs(spec, source, [out, imatrix_path] if spec.imatrix else [out])
     parts, notices = _calibration(spec, source) if spec.imatrix else ([], [])
     threads = spec.threads or hardware.usable_cores()
     with contextlib.ExitStack() as files:
@@ -72,18 +70,17 @@ def run(spec: QuantizeSpec, progress: Progress) -> Outcome:
         done = _in_child(work, progress)
         if done.fault:
             raise _reject(temporary, out, done.fault)
-        sha256 = sha256_file(temporary)
         # A record that outlives its artifact would speak of another.
         record_path(out).unlink(missing_ok=True)
-    write_record(out, record(spec, sha256, done))
-    model = ModelFile(str(out.resolve()), out.stem, spec.out, sha256, spec.model.revision, spec.model.note)
+    write_record(out, record(spec, done))
+    model = ModelFile(str(out.resolve()), out.stem, spec.out, done.sha256, spec.model.revision, spec.model.note)
     info = model_info(model)
     return Outcome(
         label=out.stem,
         model=info,
         runtime=runtime(spec, threads),
         measurements=measurements(info, time.perf_counter() - started, done),
-        warnings=[*notices, *done.notices, *content_notices(spec, source, info, done, out)],
+        warnings=[*notices, *done.notices, *loss_notices(spec, source, done)],
         details=details(spec, info, done, out, how),
     )
 
@@ -104,6 +101,20 @@ def dry_run(spec: QuantizeSpec, progress: Progress) -> Prediction:
         done = _in_child(Work(str(base), threads, conversion, job=_job(spec, source, base, dry_run=True)), progress)
         header = whole_header(base)
     return prediction(spec, source, header, done)
+
+
+def _check_outputs(spec: QuantizeSpec, source: Source, outputs: list[Path]) -> None:
+    out = outputs[0]
+    if out.resolve() in [file.resolve() for file in source.files]:
+        raise UsageError(f"`{out}` is the input itself", "give the artifact another name with `--out`")
+    if is_shard(out):
+        raise UsageError(f"`{out.name}` is the name of one file of several", "give a name without `-0000N-of-0000M`")
+    for path in outputs:
+        check_output(path, force=spec.force)
+    if not spec.force:
+        # A record that lost its artifact may go; another's file may not.
+        read_record(out)
+    check_space(out.parent, least_bytes(spec, source))
 
 
 def _require_library() -> None:
@@ -148,26 +159,22 @@ def _is_conversion(path: Path, spec: QuantizeSpec) -> bool:
         found = read_record(path)
     except QuantlabError:
         return False
-    converter = Path(spec.converter).name if spec.converter else None
+    # A converter of the user may have changed, ours changes with the version.
     return (
         found is not None
+        and spec.converter is None
         and found.parent_sha256 == spec.model.sha256
-        and (found.asked.get("type"), found.asked.get("converter")) == (spec.outtype, converter)
+        and (found.quantlab, found.asked.get("converter")) == (__version__, None)
+        and found.asked.get("type") == spec.outtype
         and found.sha256 == sha256_file(path)
     )
 
 
 def _conversion(spec: QuantizeSpec, source: Source) -> Conversion:
     kind = spec.type if spec.type in WIDE_TYPES else spec.outtype
-    return msgspec.convert(
-        {
-            "folder": str(source.path),
-            "outtype": kind,
-            "converter": spec.converter,
-            "metadata": metadata(spec, kind=kind),
-        },
-        Conversion,
-    )
+    # The folder of a Hub model is named by a commit.
+    facts = {"general.name": spec.model.label, **metadata(spec, kind=kind)}
+    return Conversion(str(source.path), cast(OutType, kind), spec.converter, facts)
 
 
 def _importance(spec: QuantizeSpec, parts: list[tuple[Corpus, float]], out: Path) -> Importance:
@@ -175,7 +182,7 @@ def _importance(spec: QuantizeSpec, parts: list[tuple[Corpus, float]], out: Path
 
 
 def _job(spec: QuantizeSpec, source: Source, out: Path, *, dry_run: bool = False) -> Job:
-    facts: dict[str, str | int] = dict(metadata(spec, kind=spec.type))
+    facts = source.history | metadata(spec, kind=spec.type)
     if spec.imatrix:
         facts["quantize.imatrix.file"] = Path(spec.out).with_suffix(".imatrix.gguf").name
     return Job(str(out), spec.type, spec.skip, source.wide_type, spec.allow_requantize, facts, spec.imatrix, dry_run)
@@ -184,6 +191,7 @@ def _job(spec: QuantizeSpec, source: Source, out: Path, *, dry_run: bool = False
 def _reject(temporary: Path, out: Path, fault: str) -> QuantlabError:
     """Keep an artifact that failed its check where nobody takes it for one, with the reason beside it."""
     rejected = out.with_name(out.name + ".rejected")
+    fault = fault.replace(temporary.name, out.name)
     temporary.replace(rejected)
     write_text(rejected.with_name(rejected.name + ".txt"), fault + "\n")
     return QuantlabError(

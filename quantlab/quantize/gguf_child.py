@@ -6,6 +6,8 @@ Its peak memory is what the run needs, and a crash of llama.cpp ends it and not 
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,14 +16,19 @@ import numpy as np
 import numpy.typing as npt
 
 from quantlab.core import hardware
-from quantlab.core.corpus import load_text
+from quantlab.core.corpus import WIKITEXT, load_text
+from quantlab.core.errors import QuantlabError
+from quantlab.core.files import sha256_file
+from quantlab.core.gguf_file import GGUFHeader
 from quantlab.core.result import Notice
 from quantlab.quantize import calibration, imatrix
 from quantlab.quantize.artifact_check import find_fault
+from quantlab.quantize.gguf_facts import label_notices
 from quantlab.quantize.gguf_work import Conversion, Done, Importance, Job, Work
 from quantlab.quantize.llama_model import LlamaModel
 from quantlab.quantize.llama_quantize import Told, quantize, seconds_per_weight
-from quantlab.quantize.tensors import head_is_copy, whole_header
+from quantlab.quantize.spec import WIDE_TYPES
+from quantlab.quantize.tensors import HEADS, head_is_copy, is_quantized, misfit, whole_header
 from quantlab.runtime.worker import Channel
 
 _TOLERATED_DIFFERENCE = 0.01
@@ -37,17 +44,40 @@ def work(spec: Any, channel: Channel) -> Done:
     if todo.conversion is not None:
         with _Stage(done, "convert"):
             _convert(todo.conversion, base, channel)
+        with _Stage(done, "tokenizer"):
             _check_tokens(Path(todo.conversion.folder), base, done, channel)
     if todo.job is not None:
         _quantize(todo, todo.job, base, done, channel)
-    _check_head(todo, base, done)
-    channel.progress("check", 0, 1)
-    artifact = Path(todo.job.out) if todo.job else base
     with _Stage(done, "check"):
-        done.fault = done.fault or find_fault(artifact, base)
-    channel.progress("check", 1, 1)
+        _check(todo, base, done, channel)
     done.peak_process_bytes = hardware.peak_process_bytes()
     return done
+
+
+def _check(todo: Work, base: Path, done: Done, channel: Channel) -> None:
+    """Look for faults of the artifact, and hash it meanwhile on another core."""
+    channel.progress("check", 0, 1)
+    artifact = Path(todo.job.out) if todo.job else base
+    with ThreadPoolExecutor(1) as pool:
+        sha256 = pool.submit(sha256_file, artifact)
+        parent = whole_header(base)
+        own = whole_header(artifact) if todo.job else parent
+        if todo.job is not None:
+            _require_quantized(todo.job, (tensor.type for tensor in own.tensors), done)
+            done.notices += label_notices(todo.job.type, own.tensors, done.fallbacks)
+        _check_head(todo, base, parent, done)
+        done.fault = done.fault or find_fault(artifact, own, parent)
+        done.sha256 = sha256.result()
+    channel.progress("check", 1, 1)
+
+
+def _require_quantized(job: Job, kinds: Iterable[str], done: Done) -> None:
+    if job.type in WIDE_TYPES or any(map(is_quantized, kinds)):
+        return
+    why = misfit((fallback.columns for fallback in done.fallbacks), 32) if done.fallbacks else "all are skipped"
+    raise QuantlabError(
+        f"no matrix can be stored as {job.type}: {why}", "leave the model in 16 bits with `--type F16` or `--type BF16`"
+    )
 
 
 def _quantize(todo: Work, job: Job, base: Path, done: Done, channel: Channel) -> None:
@@ -63,11 +93,9 @@ def _quantize(todo: Work, job: Job, base: Path, done: Done, channel: Channel) ->
     done.notices += _importance_notices(told, importance)
 
 
-def _check_head(todo: Work, base: Path, done: Done) -> None:
+def _check_head(todo: Work, base: Path, parent: GGUFHeader, done: Done) -> None:
     """A tied head stored twice: the fault of a conversion, worth a word of a file that came so."""
-    if done.types and "output.weight" not in done.types:
-        return
-    if head_is_copy(base, whole_header(base)):
+    if any(tensor.name == HEADS[1] for tensor in parent.tensors) and head_is_copy(base):
         message = "the output matrix repeats the token embedding: a tied head is stored twice"
         if todo.conversion is not None:
             done.fault = message
@@ -81,6 +109,7 @@ def _predict(todo: Work, job: Job, base: Path, done: Done, channel: Channel) -> 
         _convert(todo.conversion, base, channel, header_only=True)
     told = quantize(base, job, {}, threads=todo.threads, progress=channel.progress)
     done.fallbacks, done.types = told.fallbacks, told.types
+    _require_quantized(job, told.types.values(), done)
     kinds: dict[str, int] = {}
     for tensor in whole_header(base).tensors:
         if (kind := told.types[tensor.name]) != tensor.type:
@@ -122,30 +151,33 @@ def _convert(conversion: Conversion, base: Path, channel: Channel, *, header_onl
 
 
 def _check_tokens(folder: Path, base: Path, done: Done, channel: Channel) -> None:
-    """Compare with the folder's tokenizer on a probe and on WikiText, or the built-in text where there is none."""
-    from quantlab.quantize.convert.token_check import PROBE, check_tokens
+    """Compare with the folder's tokenizer on a probe and on WikiText, or the built-in text where there is none.
+
+    Of the text only telling lines: all of WikiText takes longer than a conversion. Raises QuantlabError where more
+    than 1% of the ids differ.
+    """
+    from quantlab.quantize.convert.token_check import PROBE, check_tokens, telling_lines
 
     channel.progress("compare tokenizers", 0, 1)
-    text = load_text("wikitext2", "evaluation", offline=True)
-    check = check_tokens(folder, base, [PROBE, text.raw])
+    text = load_text(WIKITEXT, "evaluation", offline=True)
+    lines = telling_lines(text.raw)
+    check = check_tokens(folder, base, [PROBE, lines])
     channel.progress("compare tokenizers", 1, 1)
-    done.tokens = {"texts": ["probe", text.name], **msgspec.to_builtins(check)}
+    part = f"{text.name}: every line with a new character, {len(lines)} of {len(text.raw)} characters"
+    done.tokens = {"texts": ["probe", part], **msgspec.to_builtins(check)}
+    places = ", ".join(f"`{difference.around}`" for difference in check.differences[:3])
+    differs = (
+        f"llama.cpp's tokens differ from the folder's tokenizer at {check.n_different} of {check.n_ids} ids: "
+        f"around {places}"
+    )
     if check.n_different > _TOLERATED_DIFFERENCE * check.n_ids:
-        done.fault = f"its tokenizer differs from the folder's at {check.n_different} of {check.n_ids} ids"
+        raise QuantlabError(differs, "tokenizer.json belongs to another model, or llama.cpp has no such tokenizer")
     if not check.n_ids:
         done.notices.append(
             Notice("tokenizer-unchecked", f"`{folder.name}` has no tokenizer.json to compare the converted one with")
         )
     elif check.n_different:
-        places = ", ".join(f"`{difference.around}`" for difference in check.differences[:3])
-        done.notices.append(
-            Notice(
-                "tokenizer-differs",
-                f"llama.cpp's tokens differ from the folder's tokenizer at {check.n_different} of {check.n_ids} ids: "
-                f"around {places}",
-                "compare models on token ids of one tokenizer",
-            )
-        )
+        done.notices.append(Notice("tokenizer-differs", differs, "compare models on token ids of one tokenizer"))
     if check.bos != check.expected_bos:
         done.notices.append(
             Notice(

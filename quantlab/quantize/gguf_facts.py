@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import importlib.metadata
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +12,17 @@ import msgspec
 
 from quantlab import __version__
 from quantlab.core.artifact import Record, histogram
-from quantlab.core.gguf_file import GGUFHeader, TensorInfo, read_header
+from quantlab.core.gguf_file import GGUFHeader, TensorInfo
 from quantlab.core.model import ModelFile
 from quantlab.core.result import Measurement, ModelInfo, Notice, RuntimeInfo
 from quantlab.quantize.gguf_source import Source
 from quantlab.quantize.gguf_work import Done, Fallback
-from quantlab.quantize.spec import WIDE_TYPES, Prediction, QuantizeSpec, split_weight
-from quantlab.quantize.tensors import is_quantized, misfit, nominal_bits, stored_bytes
+from quantlab.quantize.spec import NEED_IMATRIX, WIDE_TYPES, Prediction, QuantizeSpec, split_weight
+from quantlab.quantize.tensors import BLOCKS, HEADS, is_quantized, misfit, stored_bytes
 
 _SMALL_PARAMS = 1_000_000_000
+# Types whose output matrix is Q8_0 in any case.
+_STORED_AS_Q8 = ("Q8_0", "MXFP4_MOE")
 # llama.cpp works through larger tensors in slabs of this size.
 _LARGEST_BUFFER = 8 << 30
 
@@ -43,7 +46,7 @@ def metadata(spec: QuantizeSpec, *, kind: str) -> dict[str, str]:
     return {key: value for key, value in facts.items() if value is not None}
 
 
-def record(spec: QuantizeSpec, sha256: str, done: Done) -> Record:
+def record(spec: QuantizeSpec, done: Done) -> Record:
     """The record beside the artifact: what was asked and what it was made of."""
     asked: dict[str, Any] = {
         "type": spec.type,
@@ -62,7 +65,7 @@ def record(spec: QuantizeSpec, sha256: str, done: Done) -> Record:
         asked=asked,
         parent=parent_name(spec.model),
         parent_sha256=spec.model.sha256,
-        sha256=sha256,
+        sha256=done.sha256,
         parent_revision=spec.model.revision,
         calibration=done.calibration,
         note=spec.model.note,
@@ -105,17 +108,16 @@ def details(spec: QuantizeSpec, info: ModelInfo, done: Done, out: Path, how: str
     return found
 
 
-def content_notices(spec: QuantizeSpec, source: Source, info: ModelInfo, done: Done, out: Path) -> list[Notice]:
-    """Warnings about what the artifact holds."""
-    tensors = read_header(out).tensors if done.fallbacks else []
-    notices = label_notices(spec.type, tensors, done.fallbacks, info.bits_per_weight)
+def loss_notices(spec: QuantizeSpec, source: Source, done: Done) -> list[Notice]:
+    """Warnings about what quantizing lost, or had lost before."""
     if spec.type in WIDE_TYPES:
-        return notices
+        return []
+    notices = []
     if source.params < _SMALL_PARAMS and "8" not in spec.type:
         notices.append(
             Notice(
                 "small-model",
-                f"{source.params / 1e6:.0f} million parameters: small models lose more quality to few bits",
+                f"{source.params / 1e6:.3g} million parameters: small models lose more quality to few bits",
                 "measure it: `quantlab ppl ARTIFACT --against PARENT`",
             )
         )
@@ -130,23 +132,48 @@ def content_notices(spec: QuantizeSpec, source: Source, info: ModelInfo, done: D
     return notices
 
 
-def label_notices(
-    label: str, tensors: list[TensorInfo], fallbacks: list[Fallback], bits_per_weight: float
-) -> list[Notice]:
+def bits_per_weight(tensors: Sequence[TensorInfo]) -> float:
+    """8 x bytes of all tensors / number of weights, as llama.cpp prints it."""
+    return 8 * sum(tensor.size_bytes for tensor in tensors) / sum(tensor.params for tensor in tensors)
+
+
+def label_notices(label: str, tensors: Sequence[TensorInfo], fallbacks: list[Fallback]) -> list[Notice]:
     """A warning where label and content part ways because columns are no multiple of a block."""
     if not fallbacks:
         return []
     (most, _), *_ = _grouped(fallbacks)
     alike = [fallback for fallback in fallbacks if fallback.stored == most.stored]
+    nominal = nominal_bits(label, tensors, fallbacks)
+    hint = f"{nominal:.1f} is what the types that {label} stands for would take if they fitted"
+    if is_quantized(most.stored):
+        hint += "; types with blocks of 32 (Q8_0, Q5_0, Q4_0, IQ4_NL) do fit"
     return [
         Notice(
             "label-content",
             f"{label}: {len(alike)} of {len(tensors)} tensors stored as {most.stored}, because "
             f"{misfit((fallback.columns for fallback in alike), most.block)}: "
-            f"{bits_per_weight:.2f} bits per weight, not {nominal_bits(tensors, fallbacks):.1f}",
-            "types with blocks of 32 (Q8_0, Q5_0, Q4_0, IQ4_NL) are stored as their label says",
+            f"{bits_per_weight(tensors):.2f} bits per weight, not {nominal:.1f}",
+            hint,
         )
     ]
+
+
+def nominal_bits(label: str, tensors: Sequence[TensorInfo], fallbacks: Sequence[Fallback]) -> float:
+    """Bits per weight of these tensors in the types that the label stands for, as if every column count fitted.
+
+    The output matrix (the embedding where it serves as one) falls back without a word in the log: to Q8_0 from Q5_K
+    for the types below IQ3_XS, from Q6_K for the others.
+    """
+    wanted = {fallback.tensor: fallback.wanted for fallback in fallbacks}
+    head = "Q5_K" if label in NEED_IMATRIX - {"IQ3_XS", "Q2_K_S"} else "Q6_K"
+    bits = 0.0
+    for tensor in tensors:
+        kind = wanted.get(tensor.name, tensor.type)
+        if tensor.name in HEADS and kind == "Q8_0" and tensor.shape[0] % BLOCKS[head][0] and label not in _STORED_AS_Q8:
+            kind = head
+        weights, size_bytes = BLOCKS[kind]
+        bits += 8 * size_bytes / weights * tensor.params
+    return bits / sum(tensor.params for tensor in tensors)
 
 
 def prediction(spec: QuantizeSpec, source: Source, header: GGUFHeader, done: Done) -> Prediction:
@@ -171,15 +198,14 @@ def prediction(spec: QuantizeSpec, source: Source, header: GGUFHeader, done: Don
         for old, new in zip(header.tensors, tensors, strict=True)
     )
     weights = sum(tensor.size_bytes for tensor in tensors)
-    bits_per_weight = 8 * weights / sum(tensor.params for tensor in tensors)
     return Prediction(
         size_bytes=size_bytes,
-        bits_per_weight=bits_per_weight,
+        bits_per_weight=bits_per_weight(tensors),
         tensor_types=histogram((tensor.type, tensor.params) for tensor in tensors),
         peak_process_bytes=done.floor_bytes
         + max(min(quantizing, _LARGEST_BUFFER), weights, source.size_bytes if source.is_folder else 0),
         quantize_s=done.quantize_s,
-        warnings=label_notices(spec.type, tensors, done.fallbacks, bits_per_weight),
+        warnings=label_notices(spec.type, tensors, done.fallbacks),
     )
 
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from pathlib import Path
 
 import msgspec
 
-from quantlab.core.artifact import gguf_shards, safetensors_files, safetensors_header
+from quantlab.core.artifact import gguf_shards, read_json, safetensors_files, safetensors_header
 from quantlab.core.errors import QuantlabError, UsageError
 from quantlab.core.gguf_file import read_header
 from quantlab.quantize.spec import WIDE_TYPES, QuantizeSpec
@@ -17,17 +16,25 @@ from quantlab.quantize.tensors import is_quantized, matching, matrices, whole_he
 
 
 class Source(msgspec.Struct, frozen=True):
-    """`path` is the folder, or the first file of the GGUF. `wide_type` is the 16-bit type that tensors are kept in.
+    """`files` are the weight files. `wide_type` is the 16-bit type that tensors are kept in.
 
-    `matrices` are GGUF names: none where nothing is skipped, or where only a foreign converter knows them.
+    `path` is the folder, or the first file of the GGUF. `matrices` are GGUF names: none where nothing is skipped, or
+    where only a foreign converter knows them. `history` is what the GGUF says of its own making, emptied: llama.cpp
+    copies metadata, and it is not true of the next artifact.
     """
 
     path: Path
     is_folder: bool
+    files: list[Path]
     params: int
-    size_bytes: int
     matrices: list[str]
     wide_type: str
+    history: dict[str, str | int] = {}
+
+    @property
+    def size_bytes(self) -> int:
+        """The bytes of the weight files."""
+        return sum(file.stat().st_size for file in self.files)
 
 
 def read_source(spec: QuantizeSpec) -> Source:
@@ -45,10 +52,10 @@ def vocabulary(source: Source) -> list[str]:
         tokens = read_header(source.path).metadata.get("tokenizer.ggml.tokens", [])
         return [token for token in tokens if isinstance(token, str)]
     try:
-        vocab = json.loads((source.path / "tokenizer.json").read_text(encoding="utf-8"))["model"]["vocab"]
-    except (OSError, ValueError, KeyError, TypeError):
+        vocab = read_json(source.path / "tokenizer.json")["model"]["vocab"]
+        return [entry if isinstance(entry, str) else str(entry[0]) for entry in vocab]
+    except (QuantlabError, LookupError, TypeError):
         return []
-    return [entry if isinstance(entry, str) else str(entry[0]) for entry in vocab]
 
 
 def least_bytes(spec: QuantizeSpec, source: Source) -> int:
@@ -70,8 +77,8 @@ def _folder(spec: QuantizeSpec, path: Path) -> Source:
     return Source(
         path=path,
         is_folder=True,
+        files=files,
         params=sum(math.prod(entry["shape"]) for header in headers for entry in header.values()),
-        size_bytes=sum(file.stat().st_size for file in files),
         matrices=_converted_names(path, sum(map(len, headers))) if known else [],
         wide_type=spec.outtype if spec.outtype == "BF16" else "F16",
     )
@@ -101,8 +108,14 @@ def _gguf(spec: QuantizeSpec, path: Path) -> Source:
     return Source(
         path=shards[0],
         is_folder=False,
+        files=shards,
         params=sum(tensor.params for tensor in tensors),
-        size_bytes=sum(shard.stat().st_size for shard in shards),
         matrices=matrices(tensors),
         wide_type="BF16" if any(tensor.type == "BF16" for tensor in tensors) else "F16",
+        history={
+            key: "" if isinstance(value, str) else 0
+            for key, value in header.metadata.items()
+            # The weights' own history stays true.
+            if key.startswith(("quantlab.", "quantize.imatrix.")) and key != "quantlab.note"
+        },
     )

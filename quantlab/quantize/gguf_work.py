@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
 from quantlab.core.corpus import Corpus
 from quantlab.core.result import Notice
+from quantlab.quantize.spec import OutType
 
 
 class Conversion(msgspec.Struct, frozen=True):
     """A folder to convert to `Work.base` first."""
 
     folder: str
-    outtype: Literal["F16", "BF16", "F32"]
+    outtype: OutType
     converter: str | None
     metadata: dict[str, str]
 
@@ -66,12 +67,13 @@ class Fallback(msgspec.Struct, frozen=True):
 
 
 class Done(msgspec.Struct):
-    """What the child did. `fault`: why the artifact must not be used.
+    """What the child did. `fault`: why the artifact must not be used; `sha256` is that of the artifact.
 
     `types` of the tensors: as stored in the base, of a dry run as they would be; its `quantize_s` is predicted and
     `floor_bytes` is the memory of the child before any work.
     """
 
+    sha256: str = ""
     peak_process_bytes: int = 0
     fault: str | None = None
     fallbacks: list[Fallback] = []

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quantlab.core.errors import QuantlabError
+from quantlab.core.files import os_error
 from quantlab.core.progress import Progress
 from quantlab.quantize.llama_model import LlamaModel, lib
 
@@ -198,7 +199,10 @@ def collect(path: Path, windows: npt.NDArray[np.int32], *, threads: int, progres
 
 
 def write(path: Path, entries: dict[str, Entry], *, datasets: list[str], windows: int, n_ctx: int) -> None:
-    """Write the matrix in the form that llama-quantize and llama-imatrix read."""
+    """Write the matrix at `path`, a passing name, in the form that llama-quantize and llama-imatrix read.
+
+    Raises QuantlabError where the disk is full.
+    """
     import gguf
 
     class Writer(gguf.GGUFWriter):  # type: ignore[misc, unused-ignore]
@@ -215,7 +219,10 @@ def write(path: Path, entries: dict[str, Entry], *, datasets: list[str], windows
         # ggml drops a last dimension of 1.
         writer.add_tensor(f"{name}.in_sum2", entry.sums.reshape((n, -1) if n > 1 else -1))
         writer.add_tensor(f"{name}.counts", entry.counts.astype(np.float32).reshape((n, 1) if n > 1 else -1))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    try:
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+    except OSError as error:
+        raise os_error(error, path.parent) from error

@@ -9,14 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from quantlab.core.artifact import model_info, read_record
-from quantlab.core.gguf_file import TYPES as STORED_TYPES
 from quantlab.core.gguf_file import GGUFHeader, TensorInfo
 from quantlab.core.progress import Progress
 from quantlab.core.result import Measurement, ModelInfo, Notice, Outcome
 from quantlab.core.text import printable
 from quantlab.quantize.inspection_folder import inspect_folder
 from quantlab.quantize.spec import TYPES, InspectSpec
-from quantlab.quantize.tensors import HEADS, head_is_copy, is_quantized, misfit, whole_header
+from quantlab.quantize.tensors import BLOCKS, HEADS, head_is_copy, is_quantized, misfit, whole_header
 
 # The CPUs for which llama.cpp interleaves rows of a type at load, for faster kernels (ggml-cpu/repack.cpp).
 _AVX2_OR_NEON, _NEON = "AVX2 or NEON dotprod", "NEON dotprod"
@@ -28,7 +27,6 @@ _REPACK_ROWS = 8
 
 # The stored type that a label stands for, where its name does not begin with it (llama_ftype_get_default_type).
 _LABEL_TYPES = {"IQ2_S": "IQ2_XS", "IQ2_M": "IQ2_S", "IQ3_XS": "IQ3_S", "IQ3_M": "IQ3_S"}
-_BLOCKS = {name: weights for name, weights, _ in STORED_TYPES.values()}
 
 
 def run(spec: InspectSpec, progress: Progress) -> Outcome:
@@ -55,7 +53,7 @@ def run(spec: InspectSpec, progress: Progress) -> Outcome:
 
 def label_type(label: str) -> str:
     """The stored type that a file type's name stands for: Q4_K for Q4_K_M."""
-    named = [kind for kind in _BLOCKS if label == kind or label.startswith(kind + "_")]
+    named = [kind for kind in BLOCKS if label == kind or label.startswith(kind + "_")]
     return _LABEL_TYPES.get(label) or max(named, key=len)
 
 
@@ -82,14 +80,19 @@ def _inspect_gguf(path: Path, info: ModelInfo) -> tuple[dict[str, Any], list[Not
     details = {
         "architecture": _fact(arch),
         "scheme": label or "unlabelled",
-        "record": {printable(key): _fact(value) for key, value in metadata.items() if key.startswith("quantlab.")},
+        "record": {
+            printable(key): _fact(value)
+            for key, value in metadata.items()
+            # What is empty was said of an earlier artifact and holds no more.
+            if key.startswith("quantlab.") and value != ""
+        },
         "sizes": {"tensors_bytes": tensor_bytes, "metadata_bytes": info.size_bytes - tensor_bytes},
         "n_ctx_train": _fact(metadata.get(f"{arch}.context_length")),
         "kernels": _kernels(header.tensors),
         "tokenizer": tokenizer,
         "chat_template": isinstance(metadata.get("tokenizer.chat_template"), str),
         "head": head,
-        "importance_matrix": "quantize.imatrix.entries_count" in metadata,
+        "importance_matrix": bool(metadata.get("quantize.imatrix.entries_count")),
     }
     return details, [*_label_notices(label, header.tensors, info), *warnings, *head_warnings]
 
@@ -119,7 +122,7 @@ def _label_notices(label: str | None, tensors: list[TensorInfo], info: ModelInfo
     wanted, most = label_type(label), max(params, key=params.__getitem__)
     if most == wanted:
         return []
-    block = _BLOCKS[wanted]
+    block, _ = BLOCKS[wanted]
     stored = [tensor for tensor in tensors if tensor.type == most]
     columns = {tensor.shape[0] for tensor in stored if tensor.shape[0] % block}
     why = f", because {misfit(columns, block)}" if columns else ""
@@ -190,7 +193,7 @@ def _head(path: Path, header: GGUFHeader) -> tuple[str, list[Notice]]:
     """Whether the output matrix is the embedding (`tied`), its own (`separate`) or a copy (`duplicated`)."""
     if all(tensor.name != HEADS[1] for tensor in header.tensors):
         return "tied", []
-    if not head_is_copy(path, header):
+    if not head_is_copy(path):
         return "separate", []
     size = next(tensor.size_bytes for tensor in header.tensors if tensor.name == HEADS[1])
     return "duplicated", [

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
-from quantlab.core.artifact import safetensors_files, safetensors_header
+from quantlab.core.artifact import read_json, safetensors_files, safetensors_header
 from quantlab.core.errors import QuantlabError
-from quantlab.core.files import os_error
 from quantlab.core.result import ModelInfo, Notice
 
 _TOKENIZER_FILES = (
@@ -20,8 +18,8 @@ _EMBEDDING, _HEAD = "embed_tokens.weight", "lm_head.weight"
 
 def inspect_folder(path: Path, info: ModelInfo) -> tuple[dict[str, Any], list[Notice]]:
     """Details and warnings of a folder; raises QuantlabError where config.json is missing or damaged."""
-    config = _read_object(path / "config.json")
-    settings = _read_object(path / "tokenizer_config.json") if (path / "tokenizer_config.json").is_file() else {}
+    config = read_json(path / "config.json")
+    settings = read_json(path / "tokenizer_config.json") if (path / "tokenizer_config.json").is_file() else {}
     text = config.get("text_config")
     merged = config | text if isinstance(text, dict) else config
     shapes = {
@@ -56,18 +54,6 @@ def inspect_folder(path: Path, info: ModelInfo) -> tuple[dict[str, Any], list[No
             )
         )
     return details, warnings
-
-
-def _read_object(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise os_error(error, path) from error
-    except ValueError as error:
-        raise QuantlabError(f"`{path}` is not JSON: {error}", "download it again") from error
-    if not isinstance(value, dict):
-        raise QuantlabError(f"`{path}` holds no object", "download it again")
-    return value
 
 
 def _scheme(quantization: Any, info: ModelInfo) -> str:
@@ -127,7 +113,7 @@ def _tokenizer(
 
 def _vocabulary_size(path: Path) -> int:
     """The number of ids that tokenizer.json gives out: its vocabulary and the tokens added to it."""
-    content = _read_object(path)
+    content = read_json(path)
     try:
         vocab = content["model"]["vocab"]
         ids = list(vocab.values()) if isinstance(vocab, dict) else list(range(len(vocab)))

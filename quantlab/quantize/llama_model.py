@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ import numpy.typing as npt
 
 from quantlab.core.errors import QuantlabError, missing_extra
 
+# An assertion that fails says so in one line; ggml would call a debugger for more.
+os.environ.setdefault("GGML_NO_BACKTRACE", "1")
 try:
     import llama_cpp.llama_cpp as lib
 except ModuleNotFoundError as error:

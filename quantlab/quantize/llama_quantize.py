@@ -17,6 +17,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from quantlab.core import units
 from quantlab.core.errors import QuantlabError
 from quantlab.core.gguf_file import TYPES
 from quantlab.core.progress import Progress
@@ -31,12 +32,12 @@ _LONGEST_VALUE_BYTES = 127
 
 _RATE_ROWS, _RATE_COLUMNS, _RATE_SECONDS = 16, 1024, 0.05
 
-_STEP = re.compile(r"\[\s*(\d+)/\s*(\d+)\]\s+(\S+)\s+-.* type =\s+(\S+), ")
+_STEP = re.compile(r"\[\s*(\d+)/\s*(\d+)\] (.*?)\s+- \[.* type =\s+(\S+), ")
 _TARGET = re.compile(r"-> .*\((\S+)\)$")
 _FALLBACK = re.compile(
-    r"warning: (\S+)\s+- ncols\s+(\d+) not divisible by\s+(\d+) \(required for type\s+(\S+)\) .*falling back to\s+(\S+)"
+    r"warning: (.*?)\s+- ncols\s+(\d+) not divisible by\s+(\d+) \(required for type\s+(\S+)\) .*falling back to\s+(\S+)"
 )
-_MISSING = re.compile(r"did not find weights for (\S+)")
+_MISSING = re.compile(r"did not find weights for (.+)")
 _NOT_FINITE = re.compile(r"tensor '(\S+)' has invalid data")
 
 
@@ -84,7 +85,7 @@ def quantize(
     with Log(on_line).listening() as log:
         code = lib.llama_model_quantize(str(base).encode(), job.out.encode(), ctypes.byref(params))
     if code != 0:
-        raise _failed(log, base, job)
+        raise _failed(log, base, job, last=next(reversed(told.types), ""))
     return told
 
 
@@ -109,20 +110,27 @@ def seconds_per_weight(kind: str, *, weigh: bool) -> float:
     return spent / (calls * values.size)
 
 
-def _failed(log: Log, base: Path, job: Job) -> QuantlabError:
+def _failed(log: Log, base: Path, job: Job, *, last: str) -> QuantlabError:
+    """The library's reason; `last` is the tensor that it had in hand."""
     reason = log.last("failed to quantize").partition("failed to quantize:")[2].strip() or log.last("error")
     if broken := _NOT_FINITE.search(reason):
         return QuantlabError(
             f"tensor `{broken[1]}` holds weights that are not finite (NaN or infinite) or is damaged",
             "get the model again; a model trained in BF16 may overflow in F16: convert it with `--outtype BF16`",
         )
+    if "validation failed" in reason:
+        return QuantlabError(
+            f"tensor `{last}` holds weights too large for {job.type}",
+            "get the model again; one trained in BF16 may need `--type BF16`",
+        )
     if "iostream" in reason:
         free = shutil.disk_usage(Path(job.out).parent).free
         return QuantlabError(
-            f"llama.cpp could not write `{Path(job.out).parent}` ({free / 1e9:.2f} GB free there)",
+            f"llama.cpp could not write `{Path(job.out).parent}` ({units.size(free)} free there)",
             "free some room, or choose another place with `--out`",
         )
-    hint = "use `--imatrix` with more text" if "importance matrix" in reason or "imatrix" in reason else ""
+    missing = "importance matrix" in reason or "imatrix" in reason
+    hint = "use `--imatrix` with more text" if missing else "try another type, and look at it with `quantlab inspect`"
     return QuantlabError(f"llama.cpp does not quantize `{base.name}` to {job.type}: {reason}", hint)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Literal, get_args
 
 import msgspec
 
@@ -16,7 +17,8 @@ METHODS: dict[str, str | None] = {
     "awq": None, "gptq": None, "fp8": None, "int8": None, "rtn": None,
 }  # fmt: skip
 
-WIDE_TYPES = ("F16", "BF16", "F32")
+OutType = Literal["F16", "BF16", "F32"]
+WIDE_TYPES: tuple[str, ...] = get_args(OutType)
 
 # llama-quantize's names of the file types, and llama.h's numbers of them (LLAMA_FTYPE_*).
 TYPES = {

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import mmap
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -12,13 +11,12 @@ import msgspec
 from quantlab.core.artifact import gguf_shards
 from quantlab.core.errors import UsageError
 from quantlab.core.gguf_file import TYPES, GGUFHeader, TensorInfo, read_header
-from quantlab.quantize.gguf_work import Fallback
 from quantlab.quantize.spec import WIDE_TYPES
 
 HEADS = ("token_embd.weight", "output.weight")
 _CHUNK = 1 << 22
 _NUMBERS = ("F64", "I8", "I16", "I32", "I64")
-_BLOCKS = {name: (weights, size_bytes) for name, weights, size_bytes in TYPES.values()}
+BLOCKS = {name: (weights, size_bytes) for name, weights, size_bytes in TYPES.values()}
 
 
 def whole_header(path: Path) -> GGUFHeader:
@@ -34,7 +32,7 @@ def is_quantized(kind: str) -> bool:
 
 def stored_bytes(params: int, kind: str) -> int:
     """The bytes of `params` weights stored as `kind`."""
-    weights, size_bytes = _BLOCKS[kind]
+    weights, size_bytes = BLOCKS[kind]
     return params // weights * size_bytes
 
 
@@ -64,32 +62,23 @@ def misfit(columns: Iterable[int], block: int) -> str:
     return f"{' and '.join(map(str, sizes))} {'is' if len(sizes) == 1 else 'are'} not a multiple of {block}"
 
 
-def nominal_bits(tensors: Sequence[TensorInfo], fallbacks: Sequence[Fallback]) -> float:
-    """Bits per weight that the label would stand for, were every column count a multiple of the block.
-
-    For an embedding or output matrix whose columns do not fit, the library's rule is Q8_0 in place of Q6_K, and it
-    logs nothing.
-    """
-    wanted: Mapping[str, str] = {fallback.tensor: fallback.wanted for fallback in fallbacks}
-    bits = 0.0
-    for tensor in tensors:
-        kind = wanted.get(tensor.name, tensor.type)
-        if tensor.name in HEADS and kind == "Q8_0" and fallbacks:
-            kind = "Q6_K"
-        weights, size_bytes = _BLOCKS[kind]
-        bits += 8 * size_bytes / weights * tensor.params
-    return bits / sum(tensor.params for tensor in tensors)
-
-
-def head_is_copy(path: Path, header: GGUFHeader) -> bool:
+def head_is_copy(path: Path) -> bool:
     """Whether the output matrix repeats the token embedding byte for byte: a tied head stored twice."""
-    tensors = {tensor.name: tensor for tensor in header.tensors}
-    embedding, head = (tensors.get(name) for name in HEADS)
-    if embedding is None or head is None or (embedding.type, embedding.shape) != (head.type, head.shape):
+    found = {
+        tensor.name: (shard, tensor)
+        for shard in gguf_shards(path)
+        for tensor in read_header(shard).tensors
+        if tensor.name in HEADS
+    }
+    if len(found) < len(HEADS):
         return False
-    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        return all(
-            data[embedding.offset + at : embedding.offset + min(at + _CHUNK, head.size_bytes)]
-            == data[head.offset + at : head.offset + min(at + _CHUNK, head.size_bytes)]
-            for at in range(0, head.size_bytes, _CHUNK)
-        )
+    (embedding_file, embedding), (head_file, head) = (found[name] for name in HEADS)
+    if (embedding.type, embedding.shape) != (head.type, head.shape):
+        return False
+    with embedding_file.open("rb") as a, head_file.open("rb") as b:
+        a.seek(embedding.offset)
+        b.seek(head.offset)
+        left = head.size_bytes
+        while left > 0 and a.read(min(left, _CHUNK)) == b.read(min(left, _CHUNK)):
+            left -= _CHUNK
+        return left <= 0

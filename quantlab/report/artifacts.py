@@ -37,8 +37,9 @@ class Setting(NamedTuple):
     text: int | str | None
 
     def __str__(self) -> str:
-        protocol, n_ctx, _, windows, text = ("?" if value is None else value for value in self)
-        return f"{protocol}, n_ctx {n_ctx}, {windows} windows, text {text}"
+        protocol, n_ctx, stride, windows, text = ("?" if value is None else value for value in self)
+        moved = f", stride {stride}" if stride not in ("?", n_ctx) else ""
+        return f"{protocol}, n_ctx {n_ctx}{moved}, {windows} windows, text {text}"
 
 
 @dataclass

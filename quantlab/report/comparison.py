@@ -58,7 +58,7 @@ def compare(results: Iterable[Result], *, baseline: str | None = None, allow_env
     filled = {column: None for row in rows for column in row.values}
     columns = sorted(filled, key=lambda column: METRICS.index(column.metric))
     notes += [note for row in rows for note in _not_compared(row, base)]
-    notes += [*_not_interleaved(artifacts, base), *_warnings(artifacts)]
+    notes += [*_not_interleaved(artifacts, base), *_histories(artifacts), *_warnings(artifacts)]
     return Comparison(base.label, rows, columns, cells, list(dict.fromkeys(notes)))
 
 
@@ -112,6 +112,16 @@ def _not_interleaved(artifacts: list[Artifact], base: Artifact) -> Iterable[str]
     if names:
         listed = ", ".join(names)
         yield f"not interleaved with `{base.label}`, so the machine's drift is not in the intervals: {listed}"
+
+
+def _histories(artifacts: list[Artifact]) -> Iterable[str]:
+    """What a reader must know of the weights, such as "dequantized from Q4_1"."""
+    told: dict[str, list[str]] = {}
+    for artifact in artifacts:
+        if artifact.model.note:
+            told.setdefault(printable(artifact.model.note), []).append(f"`{artifact.label}`")
+    for note, labels in told.items():
+        yield f"{', '.join(labels)}: {note}"
 
 
 def _warnings(artifacts: list[Artifact]) -> Iterable[str]:

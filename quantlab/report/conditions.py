@@ -1,11 +1,11 @@
-"""Whether speeds were measured under like conditions: unlike runs are refused, unequal load is said."""
+"""Whether speeds of one cell were measured under like conditions: unlike runs are refused, unequal load is said."""
 
 from __future__ import annotations
 
 from quantlab.core.errors import QuantlabError
 from quantlab.core.result import Result
 from quantlab.core.text import printable
-from quantlab.report.artifacts import Artifact
+from quantlab.report.artifacts import Artifact, Cell
 
 # A process more or less that wants to run on the machine while it is being measured.
 _LOAD_DIFFERENCE = 1.0
@@ -13,14 +13,15 @@ _LOAD_DIFFERENCE = 1.0
 
 def check_conditions(artifacts: list[Artifact], *, allow_env_diff: bool) -> list[str]:
     """Notes on the conditions of all bench Results; QuantlabError where they differ without `allow_env_diff`."""
-    runs = [(artifact.label, result) for artifact in artifacts for result in artifact.bench.values()]
-    if len(runs) < 2:
-        return []
-    (label, reference), *others = runs
+    cells: dict[Cell, list[tuple[str, Result]]] = {}
+    for artifact in artifacts:
+        for cell, result in artifact.bench.items():
+            cells.setdefault(cell, []).append((artifact.label, result))
     unlike: dict[str, None] = {}
-    for other, result in others:
-        if differences := _differences(result, reference):
-            unlike[f"`{other}` and `{label}` differ in {'; '.join(differences)}"] = None
+    for (label, reference), *others in cells.values():
+        for other, result in others:
+            if differences := _differences(result, reference):
+                unlike[f"`{other}` and `{label}` differ in {'; '.join(differences)}"] = None
     if unlike and not allow_env_diff:
         shown = list(unlike)[:3] + ([f"and {len(unlike) - 3} more"] if len(unlike) > 3 else [])
         raise QuantlabError(
@@ -28,10 +29,11 @@ def check_conditions(artifacts: list[Artifact], *, allow_env_diff: bool) -> list
             "bench them together, name the Results to compare, or pass `--allow-env-diff`",
         )
     notes = [f"unlike conditions, allowed by `--allow-env-diff`: {difference}" for difference in unlike]
-    loads = sorted((result.env.load_average, label) for label, result in runs)
-    if loads[-1][0] - loads[0][0] > _LOAD_DIFFERENCE:
+    for runs in cells.values():
+        loads = sorted((result.env.load_average, label) for label, result in runs)
         (low, calm), (high, busy) = loads[0], loads[-1]
-        notes.append(f"the machine's load was {low:.1f} while `{calm}` and {high:.1f} while `{busy}` was measured")
+        if high - low > _LOAD_DIFFERENCE:
+            notes.append(f"the machine's load was {low:.1f} while `{calm}` and {high:.1f} while `{busy}` was measured")
     return notes
 
 

@@ -39,7 +39,7 @@ def _of_row(row: Row, comparison: Comparison) -> Iterable[str]:
         )
         if share := row.values.get(Column(FLOOR_SHARE)):
             read = units.percent(share.interval.estimate, digits=2)
-            sentence += f": reading its weights at full bandwidth would take {read} of that time"
+            sentence += f": reading weights and KV cache at full bandwidth would take {read} of that time"
         yield sentence
 
 

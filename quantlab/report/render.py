@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from quantlab.core.text import printable
-from quantlab.report.artifacts import Cell
+from quantlab.report.artifacts import Cell, Setting
 from quantlab.report.comparison import Comparison, Row
 from quantlab.report.metrics import sentence
 from quantlab.report.table import Entry, Table, column_names, tabulate
@@ -34,8 +34,8 @@ _PAGE = Template("""\
 <style>
 body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 90rem; padding: 0 1rem; color: #1b1f24; }
 .wide { overflow-x: auto; }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
-th, td { padding: .35rem .8rem; border-bottom: 1px solid #d5d9de; text-align: right; white-space: nowrap; }
+table { border-collapse: collapse; font-size: .85rem; font-variant-numeric: tabular-nums; }
+th, td { padding: .35rem .45rem; border-bottom: 1px solid #d5d9de; text-align: right; white-space: nowrap; }
 thead th { border-bottom: 2px solid #59636e; }
 .left { text-align: left; }
 small { display: block; color: #59636e; }
@@ -95,7 +95,7 @@ def json_text(comparison: Comparison) -> str:
     rows = [
         {
             **_identity(row),
-            "metrics": {names[column]: _plain(column, value) for column, value in row.values.items()},
+            "metrics": {names[column]: _plain(row, column, value) for column, value in row.values.items()},
         }
         for row in comparison.rows
     ]
@@ -136,7 +136,7 @@ def _identity(row: Row) -> dict[str, Any]:
     return {"label": artifact.label, "sha256": artifact.sha256, "method": printable(artifact.model.method), **cell}
 
 
-def _plain(column: Column, value: Value) -> dict[str, Any]:
+def _plain(row: Row, column: Column, value: Value) -> dict[str, Any]:
     return {
         "value": value.interval.estimate,
         "low": value.interval.low,
@@ -147,8 +147,15 @@ def _plain(column: Column, value: Value) -> dict[str, Any]:
         "paired": value.paired,
         "verdict": value.verdict,
         "text": sentence(column.metric, value.ratio, value.verdict) if value.ratio else None,
-        "setting": column.setting._asdict() if column.setting else None,
+        "setting": {**column.setting._asdict(), **_measured_text(row, column.setting)} if column.setting else None,
     }
+
+
+def _measured_text(row: Row, setting: Setting) -> dict[str, Any]:
+    """What else a reader must know to repeat a perplexity."""
+    details = row.artifact.ppl[setting].details
+    told = {name: details.get(name) for name in ("scored_tokens", "bos", "text_hash", "token_hash")}
+    return {name: printable(value) if isinstance(value, str) else value for name, value in told.items()}
 
 
 def _md(text: str) -> str:

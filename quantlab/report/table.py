@@ -113,15 +113,15 @@ def _row_name(row: Row, several: bool) -> str:
 def _legend(comparison: Comparison) -> list[str]:
     """How to read the numbers; only the parts that this table needs."""
     values = [value for row in comparison.rows for column, value in row.values.items() if column.metric.shown]
-    parts = [f"(change) is against `{comparison.baseline}`"] if any(value.ratio for value in values) else []
+    parts = [f"changes are against `{comparison.baseline}`"] if any(value.ratio for value in values) else []
     if any(value.interval.low is not None for value in values):
-        parts.append("± is the 95% interval of the mean")
+        parts.append("± is the 95% interval of the mean (of speeds the geometric mean)")
     if any(value.verdict == "not_distinguishable" for value in values):
         parts.append("≈ is not distinguishable at 95%")
     if any(value.verdict == "not_compared" for value in values):
         parts.append("(-) is not compared")
     if any(column.metric is FLOOR_SHARE for column in comparison.columns):
-        parts.append("floor share is the part of TPOT that reading the weights at full bandwidth would take")
+        parts.append("floor share is the part of TPOT that reading weights and KV cache at full bandwidth would take")
     parts.append("1 MB is 10^6 bytes")
     legend = ["; ".join(parts)]
     if len(comparison.cells) == 1:

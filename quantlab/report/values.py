@@ -8,7 +8,14 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from quantlab.core.result import Better, Measurement, ModelInfo, Result
-from quantlab.core.statistics import Interval, exp_interval, mean_interval, paired_ratio, unpaired_ratio
+from quantlab.core.statistics import (
+    Interval,
+    exp_interval,
+    geometric_mean_interval,
+    mean_interval,
+    paired_ratio,
+    unpaired_ratio,
+)
 from quantlab.report.artifacts import Artifact, Setting
 from quantlab.report.metrics import (
     BENCH_METRICS,
@@ -47,7 +54,7 @@ class Value:
 def model_values(model: ModelInfo, base: ModelInfo) -> dict[Column, Value]:
     """Size and bits per weight, exact; what an endpoint does not tell (0) is left out."""
     values = {}
-    for metric, unit in zip(MODEL_METRICS, ("B", "bit"), strict=True):
+    for metric, unit in zip(MODEL_METRICS, ("bytes", "bits"), strict=True):
         own, theirs = getattr(model, metric.name), getattr(base, metric.name)
         if own:
             ratio = Interval(own / theirs, None, None) if theirs else None
@@ -58,7 +65,10 @@ def model_values(model: ModelInfo, base: ModelInfo) -> dict[Column, Value]:
 
 
 def speed_values(result: Result, reference: Result | None) -> dict[Column, Value]:
-    """The bench metrics of one cell. Repetitions taken in one interleaved session are compared pair by pair."""
+    """The bench metrics of one cell. Repetitions taken in one interleaved session are compared pair by pair.
+
+    Values are geometric means, so that the ratio shown is the ratio of the values shown, and a rate that of its time.
+    """
     values = {}
     in_rounds = reference is not None and interleaved(result, reference)
     for metric in BENCH_METRICS:
@@ -71,10 +81,11 @@ def speed_values(result: Result, reference: Result | None) -> dict[Column, Value
         if b and _positive(a) and _positive(b):
             ratio = paired_ratio(a, b) if paired else unpaired_ratio(a, b)
         is_base = result is reference
-        values[Column(metric)] = _value(metric, _mean(a), own.unit, own.better, ratio, is_base=is_base, paired=paired)
+        value = _geometric_mean(a)
+        values[Column(metric)] = _value(metric, value, own.unit, own.better, ratio, is_base=is_base, paired=paired)
     floor, tpot = (_measurement(result, name) for name in ("tpot_floor", "tpot"))
     if floor and tpot and _positive(floor.samples) and _positive(tpot.samples):
-        share = _mean(floor.samples).estimate / _mean(tpot.repetitions()).estimate
+        share = _mean(floor.samples).estimate / _geometric_mean(tpot.repetitions()).estimate
         values[Column(FLOOR_SHARE)] = Value(Interval(share, None, None), "1", "higher", "absolute")
     return values
 
@@ -156,6 +167,10 @@ def _samples(result: Result, name: str) -> list[float]:
 
 def _positive(samples: Sequence[float]) -> bool:
     return all(0 < sample < _LARGEST for sample in samples)
+
+
+def _geometric_mean(samples: Sequence[float]) -> Interval:
+    return geometric_mean_interval(samples) if _positive(samples) else _mean(samples)
 
 
 def _mean(samples: Sequence[float]) -> Interval:

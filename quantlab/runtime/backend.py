@@ -25,8 +25,8 @@ class Capacity:
     """What a backend reserves at load.
 
     `n_ctx` tokens for each of `n_seq` sequences; `n_batch` tokens at most in one forward, of which `n_outputs`
-    may ask for logits (0: all of them); `n_ubatch` tokens computed at a time. `shared` lets `share` copy a part
-    of a sequence; without it several sequences decode faster, and only whole sequences can be shared.
+    may ask for logits (0: all of them); `n_ubatch` tokens computed at a time. `shared` allows `share`; without it
+    several sequences decode faster.
     """
 
     n_ctx: int = 2048

@@ -10,11 +10,12 @@ import logging
 import struct
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, Literal
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from quantlab.core.errors import QuantlabError, missing_extra
 from quantlab.core.files import check_space, os_error
 from quantlab.core.progress import Progress, silent
+from quantlab.quantize.spec import OutType
 
 if TYPE_CHECKING:
     import numpy as np
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
     from quantlab.quantize.convert.vocabulary import Vocabulary
     from quantlab.quantize.convert.weights import Checkpoint
 
-OutType = Literal["F16", "BF16", "F32"]
 # What gguf has to say of odd model cards is not for the user; the library prints nothing.
 for _name in ("gguf", "metadata"):
     logging.getLogger(_name).addHandler(logging.NullHandler())
@@ -75,7 +75,8 @@ def convert(
                 blocks = _blocks(checkpoint, plan, factors, outtype)
                 _write_weights(file, blocks, writer.data_alignment, sum(part.params for _, part in plan), progress)
         except OSError as error:
-            raise os_error(error, out) from error
+            # `out` has a passing name.
+            raise os_error(error, out.parent) from error
 
 
 def _plan(model: Model, checkpoint: Checkpoint) -> list[tuple[str, Part]]:
@@ -157,6 +158,9 @@ def _write_metadata(writer: Any, model: Model, vocabulary: Vocabulary, folder: P
         metadata = gguf.Metadata.load(None, folder, None, total)
     except Exception:  # a model card of any form: what it says is credit, not part of the model
         metadata = gguf.Metadata(name=folder.name)
+    # What gguf takes for a fine-tune where a folder's name has no parts, such as a commit.
+    if metadata.finetune == folder.name:
+        metadata.finetune = None
     if metadata.size_label is None:
         metadata.size_label = gguf.size_label(total, shared, expert, experts)
     writer.add_type(gguf.GGUFType.MODEL)

@@ -7,7 +7,6 @@ the configuration classes of transformers.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -17,8 +16,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from quantlab.core.artifact import read_json
 from quantlab.core.errors import QuantlabError, missing_extra
-from quantlab.core.files import os_error
 
 UPSTREAM_HINT = "give llama.cpp's own script with `--converter PATH/convert_hf_to_gguf.py`"
 # Sliding-window layers of gemma3 where neither config.json nor GGUF says otherwise: five of six.
@@ -129,19 +128,6 @@ def _positive(value: Any, key: str) -> float:
     if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
         raise QuantlabError(f"config.json: `{key}` is {value!r}", "it must be a positive number")
     return float(value)
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file of the folder; QuantlabError where it is damaged."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise os_error(error, path) from error
-    except (ValueError, RecursionError) as error:
-        raise QuantlabError(f"`{path}` is not valid JSON: {error}", "download it again") from error
-    if not isinstance(value, dict):
-        raise QuantlabError(f"`{path}` is no JSON object", "download it again")
-    return value
 
 
 def read_model(folder: Path) -> Model:

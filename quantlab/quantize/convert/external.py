@@ -10,7 +10,7 @@ from pathlib import Path
 from quantlab.core.errors import QuantlabError
 from quantlab.core.gguf_file import read_header
 from quantlab.core.progress import Progress, silent
-from quantlab.quantize.convert import OutType
+from quantlab.quantize.spec import OutType
 
 _LINES_SHOWN = 6
 # The script ends as soon as its stdin does: with this process, even where that is killed.

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from quantlab.core.artifact import read_json
 from quantlab.core.errors import QuantlabError, missing_extra
-from quantlab.quantize.convert.architectures import UPSTREAM_HINT, list_names, read_json
+from quantlab.quantize.convert.architectures import UPSTREAM_HINT, list_names
 from quantlab.quantize.convert.pretokenizers import pre_tokenizer
 from quantlab.quantize.convert.sentencepiece_model import read_sentencepiece
 
