@@ -21,6 +21,7 @@ from quantlab.quantize.convert import convert
 from quantlab.quantize.convert.external import convert_with
 from quantlab.runtime.backend import Batch, Capacity
 from quantlab.runtime.llamacpp import LlamaCppBackend
+from tests.full_disk import limited_files
 from tests.hf_folders import (
     CONFIGS,
     HEADS,
@@ -165,6 +166,13 @@ def test_the_folder_and_the_caller_name_the_model(tmp_path: Path) -> None:
     assert (found["general.name"], found["quantlab.parent"]) == ("given", "org/name")
 
 
+def test_a_commit_for_a_folder_name_is_no_fine_tune(tmp_path: Path) -> None:
+    commit = "12fd25f77366fa6b3b4b768ec3050bf629380bac"
+    write_folder(tmp_path / commit, "qwen3")
+    convert(tmp_path / commit, tmp_path / "o.gguf", outtype="F16", extra_metadata={"general.name": "given"})
+    assert commit not in read_header(tmp_path / "o.gguf").metadata.values()
+
+
 def test_rotary_parameters_of_both_versions_of_transformers(tmp_path: Path) -> None:
     scaling = {"factor": 4.0, "original_max_position_embeddings": 64, "attention_factor": 1.5}
     write_folder(tmp_path / "old", "qwen2", rope_theta=5e5, rope_scaling={"type": "yarn", **scaling})
@@ -299,6 +307,13 @@ def test_disk_full_is_found_before_a_byte_is_written(tmp_path: Path, monkeypatch
     monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(100, 99, 1))
     assert "free" in refusal(tmp_path / "hf").message
     assert not (tmp_path / "hf" / "out.gguf").exists()
+
+
+def test_a_disk_that_fills_up_is_told_without_the_passing_name(tmp_path: Path) -> None:
+    write_folder(tmp_path / "hf", "llama")
+    with limited_files(100_000):
+        message = refusal(tmp_path / "hf").message
+    assert "File too large" in message and "out.gguf" not in message
 
 
 def remove(name: str) -> Callable[[Path], None]:

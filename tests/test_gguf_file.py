@@ -103,6 +103,8 @@ def file_of(n_tensors: int, entries: list[bytes], tail: bytes = b"") -> bytes:
         (file_of(0, [string(b"general.alignment") + struct.pack("<II", 4, 3)]), "alignment"),
         (file_of(1, [], string(b"t") + struct.pack("<I", 5)), "5 dimensions"),
         (file_of(1, [], string(b"t") + struct.pack("<IQIQ", 1, 4, 99, 0)), "unknown type 99"),
+        (file_of(1, [], string(b"t\xff") + struct.pack("<IQIQ", 1, 4, 0, 0)), "the name 't"),
+        (file_of(1, [], string(b"t\x1b[2J") + struct.pack("<IQIQ", 1, 4, 0, 0)), "the name 't"),
         (file_of(1, [], string(b"t") + struct.pack("<IQIQ", 1, 33, 2, 0)), "shape"),
         (file_of(1, [], string(b"t") + struct.pack("<IQIQ", 1, 2**63, 0, 0)), "truncated"),
         (file_of(2, [], 2 * (string(b"t") + struct.pack("<IQIQ", 1, 4, 0, 0))), "same name"),

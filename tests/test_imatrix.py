@@ -12,6 +12,7 @@ from quantlab.core.errors import QuantlabError
 from quantlab.core.progress import silent
 from quantlab.quantize import imatrix
 from quantlab.quantize.imatrix import Entry, collect, write
+from tests.full_disk import limited_files
 from tests.tiny_gguf import F32, LAYERS, stored_metadata, write_wide
 
 WINDOWS, LENGTH = 3, 32
@@ -90,6 +91,12 @@ def test_the_file_has_the_form_that_llama_quantize_reads(tmp_path: Path, windows
     assert tensors["blk.0.ffn_down_exps.weight.counts"].shape.tolist() == [1, 4]
     assert tensors["blk.0.attn_q.weight.in_sum2"].shape.tolist() == [256]
     np.testing.assert_array_equal(tensors["blk.0.attn_q.weight.in_sum2"].data, entries["blk.0.attn_q.weight"].sums[0])
+
+
+def test_a_full_disk_is_told(tmp_path: Path) -> None:
+    entries = {"blk.0.attn_q.weight": Entry(matrices=1, columns=100_000, counts=1)}
+    with limited_files(10_000), pytest.raises(QuantlabError, match="File too large"):
+        write(tmp_path / "i.gguf", entries, datasets=["a"], windows=1, n_ctx=LENGTH)
 
 
 def test_mean_is_one_where_an_expert_met_no_token() -> None:

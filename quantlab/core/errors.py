@@ -29,12 +29,14 @@ class LimitError(QuantlabError):
     exit_code = 3
 
 
+def install_hint(extra: str) -> str:
+    """How to add an extra: from quantlab's own folder, since the package index has another project of that name."""
+    return f"it is in the extra quantlab[{extra}]: in quantlab's folder, pip install -e '.[{extra}]'"
+
+
 def missing_extra(package: str, extra: str) -> QuantlabError:
     """The error for a heavy package that is not installed: it names the extra that holds it."""
-    return QuantlabError(
-        f"`{package}` is not installed",
-        f"it is in the extra quantlab[{extra}]: pip install -e '.[{extra}]' in quantlab's folder",
-    )
+    return QuantlabError(f"`{package}` is not installed", install_hint(extra))
 
 
 def unknown_name(kind: str, name: str, known: Iterable[str]) -> UsageError:

@@ -8,6 +8,7 @@ import importlib.util
 import msgspec
 
 from quantlab.core import hardware, units
+from quantlab.core.errors import install_hint
 from quantlab.core.result import Environment
 from quantlab.quantize.spec import METHODS
 
@@ -46,7 +47,7 @@ def examine() -> Examination:
 
 def _llamacpp(env: Environment) -> Check:
     if "llama-cpp-python" not in env.packages:
-        return Check("llama.cpp", False, "llama-cpp-python is not installed", "pip install -e '.[gguf]' in quantlab's folder")
+        return Check("llama.cpp", False, "llama-cpp-python is not installed", install_hint("gguf"))
     try:
         import llama_cpp.llama_cpp as lib
     except (ImportError, OSError, RuntimeError) as error:
@@ -63,13 +64,13 @@ def _converter() -> Check:
         name for name in ("llama_cpp", "gguf", "safetensors", "tokenizers") if importlib.util.find_spec(name) is None
     ]
     if missing:
-        return Check("gguf", False, f"{', '.join(missing)} not installed", "pip install -e '.[gguf]' in quantlab's folder")
+        return Check("gguf", False, f"{', '.join(missing)} not installed", install_hint("gguf"))
     return Check("gguf", True, "converts and quantizes on this CPU")
 
 
 def _data() -> Check:
     if importlib.util.find_spec("datasets") is None:
-        return Check("datasets", False, "not installed: no corpora from the Hub", "pip install -e '.[data]' in quantlab's folder")
+        return Check("datasets", False, "not installed: no corpora from the Hub", install_hint("data"))
     return Check("datasets", True, importlib.metadata.version("datasets"))
 
 

@@ -174,7 +174,7 @@ def _check_tokens(folder: Path, base: Path, done: Done, channel: Channel) -> Non
         raise QuantlabError(differs, "tokenizer.json belongs to another model, or llama.cpp has no such tokenizer")
     if not check.n_ids:
         done.notices.append(
-            Notice("tokenizer-unchecked", f"`{folder.name}` has no tokenizer.json to compare the converted one with")
+            Notice("tokenizer-unchecked", "the folder has no tokenizer.json to compare the converted one with")
         )
     elif check.n_different:
         done.notices.append(Notice("tokenizer-differs", differs, "compare models on token ids of one tokenizer"))
