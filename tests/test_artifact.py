@@ -90,9 +90,7 @@ def test_damaged_json_is_refused_by_name(content: str, tmp_path: Path) -> None:
         lambda path: path.write_bytes(b"\xff\xfe"),
     ],
 )
-def test_a_foreign_file_in_the_place_of_a_record_is_named_and_kept(
-    spoil: Callable[[Path], int], tmp_path: Path
-) -> None:
+def test_a_foreign_file_in_the_place_of_a_record_is_named(spoil: Callable[[Path], int], tmp_path: Path) -> None:
     spoil(tmp_path / "m.gguf.json")
     with pytest.raises(QuantlabError, match=r"m\.gguf\.json.*belongs and is none") as caught:
         read_record(tmp_path / "m.gguf")

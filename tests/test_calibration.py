@@ -29,7 +29,7 @@ TURNS = [{"role": "user", "content": "question"}, {"role": "assistant", "content
 def text_of(first: int, n: int) -> Corpus:
     """A text whose tokens, one a word, count up from `first`."""
     text = " ".join(str(first + i) for i in range(n))
-    return Corpus(f"from{first}", "0" * 64, False, "en", [text])
+    return Corpus(f"from{first}", "0" * 64, False, [text])
 
 
 def encode(text: str, special: bool) -> list[int]:
@@ -111,7 +111,7 @@ def render(template: str, conversations: int = 3) -> tuple[list[str], Calibratio
         assert special
         return list(range(64))
 
-    corpus = Corpus("chat", "0" * 64, False, "en", [], [TURNS] * conversations)
+    corpus = Corpus("chat", "0" * 64, False, [], [TURNS] * conversations)
     calibration = build(
         [(corpus, 1.0)], spy, samples=None, length=LENGTH, seed=0, bos=None, template=Template(template, "<s>", "</s>")
     )
@@ -134,7 +134,7 @@ def test_a_template_that_outweighs_the_conversation_is_told() -> None:
 
 
 def test_conversations_that_a_template_refuses_are_counted() -> None:
-    corpus = Corpus("chat", "0" * 64, False, "en", [], [TURNS, [{"role": "system", "content": "x"}, *TURNS]])
+    corpus = Corpus("chat", "0" * 64, False, [], [TURNS, [{"role": "system", "content": "x"}, *TURNS]])
     template = Template(
         "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
         "{% for m in messages %}{{ m.content }}{% endfor %}",

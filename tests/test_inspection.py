@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import gguf
 import msgspec
 import numpy as np
 import pytest
@@ -76,6 +77,22 @@ def test_heads(tmp_path: Path) -> None:
     found = {name: inspect(tmp_path / f"{name}.gguf") for name in ("tied", "own", "twice")}
     assert [found[name].details["head"] for name in found] == ["tied", "separate", "duplicated"]
     assert "tied-head-duplicated" in codes(found["twice"])
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_a_head_in_another_file_than_the_embedding(same: bool, tmp_path: Path) -> None:
+    embedding = np.arange(4096, dtype=np.float32).reshape(64, 64)
+    for i, (name, values) in enumerate(
+        [("token_embd.weight", embedding), ("output.weight", embedding if same else embedding + 1)], 1
+    ):
+        out = gguf.GGUFWriter(tmp_path / f"m-0000{i}-of-00002.gguf", "llama")
+        out.add_tensor(name, values)
+        out.write_header_to_file()
+        out.write_kv_data_to_file()
+        out.write_tensors_to_file()
+        out.close()
+    outcome = inspect(tmp_path / "m-00001-of-00002.gguf")
+    assert outcome.details["head"] == ("duplicated" if same else "separate")
 
 
 @pytest.mark.parametrize(

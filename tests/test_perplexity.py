@@ -170,7 +170,7 @@ def test_against_the_parent():
     assert done.details["top1_agreement_stderr"] == pytest.approx(math.sqrt(share * (1 - share) / (n - 1)))
     alone, _ = measured(parent, protocol="hf", n_ctx=10)
     assert done.details["against_ppl"] == pytest.approx(alone.measurements["ppl"].samples[0])
-    assert done.details["against"]["label"] == "parent"
+    assert done.details["against"] == {"label": "parent", "sha256": PARENT.sha256}
 
 
 def test_the_tail_of_the_divergence():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import resource
 import signal
 import subprocess
 import sys
@@ -14,26 +13,34 @@ from typing import Any
 
 import gguf
 import llama_cpp
+import msgspec
 import numpy as np
 import pytest
 
 from quantlab.core.artifact import read_record
 from quantlab.core.errors import QuantlabError, UsageError
+from quantlab.core.gguf_file import TYPES as STORED_TYPES
 from quantlab.core.gguf_file import read_header
 from quantlab.core.model import ModelFile
 from quantlab.core.progress import silent
 from quantlab.core.result import Outcome
-from quantlab.quantize import methods
+from quantlab.quantize import inspection, methods
+from quantlab.quantize.artifact_check import find_fault
+from quantlab.quantize.convert import convert
+from quantlab.quantize.gguf_facts import nominal_bits
 from quantlab.quantize.gguf_work import Job
 from quantlab.quantize.llama_quantize import quantize
 from quantlab.quantize.spec import (
     NEED_IMATRIX,
     TYPES,
+    InspectSpec,
     QuantizeSpec,
     check_spec,
     split_weight,
 )
-from tests.tiny_gguf import F32, LAYERS, model_file, stored_metadata, stored_tensors, write_wide
+from tests.full_disk import limited_files
+from tests.hf_folders import write_folder
+from tests.tiny_gguf import F16, F32, LAYERS, model_file, stored_metadata, stored_tensors, write_gguf, write_wide
 
 MATRICES = [f"blk.{i}.{kind}.weight" for i in range(LAYERS) for kind in ("attn_q", "ffn_down")]
 
@@ -187,6 +194,28 @@ def test_a_label_that_does_not_fit_is_told(narrow: Path, tmp_path: Path) -> None
     # Q4_K takes 4.5 bits, Q6_K 6.5625; the vectors are few.
     assert 4.5 < float(nominal) < 6.6 < outcome.model.bits_per_weight + 0.9
     assert outcome.details["fallbacks"][0]["wanted"] == "Q4_K"
+    assert f"{nominal} is what the types that Q4_K_M stands for would take" in notice.hint
+
+
+@pytest.mark.parametrize(
+    "kind", ["Q4_K_M", "Q2_K", "Q3_K_S", "Q5_K_M", "Q6_K", "Q4_0", "IQ4_XS", "IQ3_XS", "IQ2_M", "IQ1_S"]
+)
+@pytest.mark.parametrize("tied", [True, False])
+def test_nominal_bits_are_those_of_a_model_that_fits(kind: str, tied: bool, tmp_path: Path) -> None:
+    told = {}
+    for name, sizes in {"fits": {}, "narrow": {"hidden": 64, "ffn": 96}}.items():
+        write_wide(tmp_path / f"{name}.gguf", tied=tied, **sizes)
+        job = Job(str(tmp_path / "o.gguf"), kind, dry_run=True)
+        told[name] = quantize(tmp_path / f"{name}.gguf", job, {}, threads=1, progress=silent)
+    tensors = [
+        msgspec.structs.replace(tensor, type=told["narrow"].types[tensor.name])
+        for tensor in read_header(tmp_path / "narrow.gguf").tensors
+    ]
+    sizes = {name: 8 * size_bytes / block for name, block, size_bytes in STORED_TYPES.values()}
+    expected = sum(sizes[told["fits"].types[tensor.name]] * tensor.params for tensor in tensors)
+    expected /= sum(tensor.params for tensor in tensors)
+    assert told["narrow"].fallbacks and not told["fits"].fallbacks
+    assert nominal_bits(kind, tensors, told["narrow"].fallbacks) == pytest.approx(expected)
 
 
 def test_skipped_matrices_stay_in_16_bits(wide: Path, tmp_path: Path) -> None:
@@ -207,12 +236,39 @@ def test_a_quantized_input_is_refused_by_its_types_unless_allowed(wide: Path, tm
     assert "requantized" in [notice.code for notice in outcome.warnings]
 
 
+def test_what_was_true_of_the_input_is_not_said_of_the_output(wide: Path, tmp_path: Path) -> None:
+    parent = msgspec.structs.replace(model_file(wide), revision="abc", note="dequantized from Q4_1")
+    weighed = {"imatrix": True, "calib_samples": 2, "calib_length": 64}
+    methods.run(QuantizeSpec(parent, str(tmp_path / "q8.gguf"), threads=1, type="Q8_0", **weighed), silent)
+    assert stored_metadata(tmp_path / "q8.gguf")["quantlab.parent_revision"] == "abc"
+    run(tmp_path / "q8.gguf", tmp_path / "o.gguf", type="Q4_0", allow_requantize=True)
+    metadata = stored_metadata(tmp_path / "o.gguf")
+    assert metadata["quantlab.parent"] == "q8"
+    assert metadata["quantlab.parent_revision"] == metadata["quantlab.calibration_sha256"] == ""
+    assert metadata["quantize.imatrix.entries_count"] == 0
+    # What happened to the weights stays true.
+    assert metadata["quantlab.note"] == "dequantized from Q4_1"
+    found = inspection.run(InspectSpec(model_file(tmp_path / "o.gguf")), silent).details
+    assert not found["importance_matrix"]
+    assert "quantlab.calibration_sha256" not in found["record"]
+
+
 def test_the_input_is_never_the_output(tmp_path: Path) -> None:
     write_wide(tmp_path / "m.gguf")
     before = model_file(tmp_path / "m.gguf")
     with pytest.raises(UsageError, match="is the input itself"):
         run(tmp_path / "m.gguf", tmp_path / "sub" / ".." / "m.gguf", force=True)
     assert model_file(tmp_path / "m.gguf") == before
+    for i in (1, 2):
+        (tmp_path / f"m-0000{i}-of-00002.gguf").write_bytes((tmp_path / "m.gguf").read_bytes())
+    with pytest.raises(UsageError, match="is the input itself"):
+        run(tmp_path / "m-00001-of-00002.gguf", tmp_path / "m-00002-of-00002.gguf", force=True)
+
+
+def test_a_name_of_one_file_of_several_is_refused(wide: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="one file of several"):
+        run(wide, tmp_path / "o-00001-of-00002.gguf")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_samples_longer_than_the_context_are_refused(wide: Path, tmp_path: Path) -> None:
@@ -230,6 +286,19 @@ def test_output_is_kept_unless_forced(wide: Path, tmp_path: Path) -> None:
     assert out.read_bytes() == b"precious"
     run(wide, out, force=True)
     assert "token_embd.weight" in stored_tensors(out)
+
+
+def test_a_file_in_the_place_of_the_record_is_kept_unless_forced(wide: Path, tmp_path: Path) -> None:
+    out, beside = tmp_path / "o.gguf", tmp_path / "o.gguf.json"
+    beside.write_text('{"mine": 1}')
+    with pytest.raises(QuantlabError, match=r"o\.gguf\.json"):
+        run(wide, out)
+    assert beside.read_text() == '{"mine": 1}'
+    run(wide, out, force=True)
+    # The record of an artifact that was removed is none of the user's.
+    out.unlink()
+    run(wide, out, type="Q8_0")
+    assert read_record(out).asked["type"] == "Q8_0"
 
 
 @pytest.mark.parametrize(
@@ -329,6 +398,60 @@ def test_an_artifact_that_fails_its_check_is_kept_aside(tmp_path: Path) -> None:
     assert "o.gguf.rejected" in caught.value.hint
 
 
+def test_a_fault_names_the_artifact_and_not_its_passing_name(tmp_path: Path) -> None:
+    write_wide(tmp_path / "m.gguf", metadata={"llama.attention.head_count": 0})
+    with pytest.raises(QuantlabError, match=r"does not load `o\.gguf`"):
+        run(tmp_path / "m.gguf", tmp_path / "o.gguf", type="Q8_0")
+    assert ".partial" not in (tmp_path / "o.gguf.rejected.txt").read_text()
+
+
+def test_an_assertion_of_the_library_is_quoted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GGML_NO_BACKTRACE", raising=False)
+    write_wide(tmp_path / "m.gguf", metadata={"llama.block_count": 100_000})
+    with pytest.raises(QuantlabError, match="GGML_ASSERT"):
+        run(tmp_path / "m.gguf", tmp_path / "o.gguf", type="Q8_0")
+
+
+@pytest.mark.parametrize("key", ["tokenizer.chat_template", "tokenizer.ggml.pre", "tokenizer.ggml.add_bos_token"])
+def test_another_tokenizer_or_template_than_the_parents_is_a_fault(key: str, wide: Path, tmp_path: Path) -> None:
+    values: dict[str, bool | str] = {"tokenizer.ggml.add_bos_token": True, "tokenizer.ggml.pre": "qwen2"}
+    write_wide(tmp_path / "m.gguf", metadata={key: values.get(key, "{{ other }}")})
+    own, parent = read_header(tmp_path / "m.gguf"), read_header(wide)
+    assert find_fault(tmp_path / "m.gguf", own, own) is None
+    assert find_fault(tmp_path / "m.gguf", own, parent) == f"its `{key}` is not its parent's"
+
+
+def test_a_type_that_fits_no_matrix_is_refused(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "m.gguf", hidden=48, ffn=80, kind=F16)
+    spec = QuantizeSpec(model_file(tmp_path / "m.gguf"), str(tmp_path / "out" / "o.gguf"), threads=1, type="Q8_0")
+    for do in (methods.run, methods.dry_run):
+        with pytest.raises(QuantlabError, match="no matrix can be stored as Q8_0: 48 and 80 are not a multiple of 32"):
+            do(spec, silent)
+    with pytest.raises(QuantlabError, match="all are skipped"):
+        run(tmp_path / "m.gguf", tmp_path / "out" / "o.gguf", type="Q4_0", skip=["."])
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_a_type_without_a_substitute_names_the_matrix(narrow: Path, tmp_path: Path) -> None:
+    with pytest.raises(QuantlabError, match=r"Q1_0 needs columns in multiples of 128: `\S+` has \d+"):
+        run(narrow, tmp_path / "o.gguf", type="Q1_0")
+
+
+def test_a_weight_too_large_names_its_tensor(tmp_path: Path) -> None:
+    values = np.full((256, 256), 0.01, np.float32)
+    values[3, 5] = 1e6
+    write_wide(tmp_path / "m.gguf", kind=F32, replace={"blk.1.attn_q.weight": values})
+    with pytest.raises(QuantlabError, match=r"`blk\.1\.attn_q\.weight` holds weights too large for F16"):
+        run(tmp_path / "m.gguf", tmp_path / "o.gguf", type="F16")
+
+
+def test_a_tensor_whose_name_has_a_space_is_planned(wide: Path, tmp_path: Path) -> None:
+    content = wide.read_bytes().replace(b"blk.1.ffn_up.weight", b"blk.1 ffn up.weight")
+    (tmp_path / "m.gguf").write_bytes(content)
+    spec = QuantizeSpec(model_file(tmp_path / "m.gguf"), "o.gguf", threads=1, type="Q8_0")
+    assert methods.dry_run(spec, silent).tensor_types["Q8_0"].count == 15
+
+
 def test_a_head_stored_twice_is_told(tmp_path: Path) -> None:
     weights = write_wide(tmp_path / "tied.gguf")
     write_wide(tmp_path / "m.gguf", tied=False, replace={"output.weight": weights["token_embd.weight"]})
@@ -341,14 +464,8 @@ def test_a_head_stored_twice_is_told(tmp_path: Path) -> None:
 
 def test_a_full_disk_leaves_nothing(tmp_path: Path) -> None:
     write_wide(tmp_path / "m.gguf", ffn=2048)
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    # A file that may not grow fails as one on a full disk does.
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, limits[1]))
-    try:
-        with pytest.raises(QuantlabError, match="could not write"):
-            run(tmp_path / "m.gguf", tmp_path / "out" / "o.gguf", type="Q8_0")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    with limited_files(1_000_000), pytest.raises(QuantlabError, match="could not write"):
+        run(tmp_path / "m.gguf", tmp_path / "out" / "o.gguf", type="Q8_0")
     assert list((tmp_path / "out").iterdir()) == []
 
 
@@ -465,6 +582,38 @@ def test_a_folder_is_converted_once_and_used_again(stories: Path, tmp_path: Path
     assert stored_tensors(tmp_path / "third.gguf") == stored_tensors(tmp_path / "stories260K-Q8_0.gguf")
     names = sorted(path.name for path in tmp_path.iterdir())
     assert not [name for name in names if name.startswith(".")]
+
+
+def test_a_base_of_another_version_is_not_used_again(
+    stories: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(stories, tmp_path / "stories260K-F16.gguf", type="F16")
+    monkeypatch.setattr("quantlab.quantize.gguf.__version__", "0.0.0")
+    assert run(stories, tmp_path / "o.gguf", type="Q8_0").details["base"] == "converted"
+
+
+def test_a_conversion_is_named_by_its_label_and_tells_what_was_compared(stories: Path, tmp_path: Path) -> None:
+    model = msgspec.structs.replace(model_file(stories), label="Stories")
+    outcome = methods.run(QuantizeSpec(model, str(tmp_path / "o.gguf"), type="F16"), silent)
+    assert stored_metadata(tmp_path / "o.gguf")["general.name"] == "Stories"
+    probe, text = outcome.details["tokenizer"]["texts"]
+    assert probe == "probe" and "every line with a new character" in text
+
+
+def test_another_tokenizer_than_the_folders_is_refused(tmp_path: Path) -> None:
+    """What a converter of the user wrote is held against the folder."""
+    write_folder(tmp_path / "hf", "llama")
+    convert(tmp_path / "hf", tmp_path / "made.gguf", outtype="F16")
+    described = json.loads((tmp_path / "hf" / "tokenizer.json").read_text())
+    described["model"]["merges"] = []
+    (tmp_path / "hf" / "tokenizer.json").write_text(json.dumps(described))
+    script = tmp_path / "convert.py"
+    script.write_text(f"import shutil, sys; shutil.copy({str(tmp_path / 'made.gguf')!r}, sys.argv[3])")
+    out = tmp_path / "out" / "o.gguf"
+    for kind in ("F16", "Q8_0"):
+        with pytest.raises(QuantlabError, match="tokens differ from the folder's tokenizer at"):
+            run(tmp_path / "hf", out, type=kind, converter=str(script))
+        assert list(out.parent.iterdir()) == []
 
 
 def test_the_types_of_a_folder_are_predicted_without_converting_it(stories: Path, tmp_path: Path) -> None:

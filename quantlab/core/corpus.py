@@ -105,7 +105,6 @@ class Corpus(msgspec.Struct, frozen=True):
     name: str
     sha256: str
     canonical: bool
-    language: str | None = None
     documents: list[str] = []
     conversations: list[list[Message]] = []
     notes: list[Notice] = []
@@ -211,7 +210,7 @@ def _calibration_text(name: str) -> Notice:
 
 def _builtin(card: Card, loader: Builtin) -> Corpus:
     path = data_folder() / loader.file
-    corpus = _read(path, card.name, card.language)
+    corpus = _read(path, card.name)
     if corpus.sha256 != loader.sha256:
         raise QuantlabError(f"`{path}` is not the text that its card describes", "install quantlab again")
     return msgspec.structs.replace(corpus, canonical=True)
@@ -223,7 +222,7 @@ def _of_hub(card: Card, hub: Hub, purpose: Purpose, *, offline: bool) -> Corpus:
     folder = os.environ.get(DATA_VARIABLE)
     near = f"set {DATA_VARIABLE} to a folder with `{name}`, or name a file" if name else "name a file of your own"
     if name and folder and (path := Path(folder) / name).is_file():
-        corpus = _read(path, card.name, card.language)
+        corpus = _read(path, card.name)
         if corpus.sha256 == sha256:
             return msgspec.structs.replace(corpus, canonical=True)
         near = f"`{path}` is not the canonical text (sha256 {corpus.sha256[:12]}...): name that file to use it so"
@@ -234,10 +233,11 @@ def _of_hub(card: Card, hub: Hub, purpose: Purpose, *, offline: bool) -> Corpus:
                 f"the text `{card.name}` is not on this machine, and the network is not to be used", near
             )
         _keep(cached, card, _hub_rows(hub, purpose, near, None if card.name == WIKITEXT else _HUB_ROWS))
-    corpus = _read(cached, card.name, card.language)
+    corpus = _read(cached, card.name)
+    if corpus.sha256 == sha256:
+        return msgspec.structs.replace(corpus, canonical=True)
     # The Hub's WikiText becomes the raw file again; of other sets the cache holds other rows than the local file.
-    canonical = corpus.sha256 == sha256 or card.name != WIKITEXT
-    return msgspec.structs.replace(corpus, canonical=True) if canonical else _not_canonical(corpus)
+    return _not_canonical(corpus) if card.name == WIKITEXT else corpus
 
 
 def _not_canonical(corpus: Corpus) -> Corpus:
@@ -250,22 +250,22 @@ def _not_canonical(corpus: Corpus) -> Corpus:
 
 
 def _load_file(path: Path, known: dict[str, Card], purpose: Purpose) -> Corpus:
-    corpus = _read(path, path.name, None)
+    corpus = _read(path, path.name)
     for card in known.values():
         if corpus.sha256 == card.sha256("evaluation"):
             if purpose == "calibration":
                 raise _spoils(path.name)
-            return msgspec.structs.replace(corpus, name=card.name, canonical=True, language=card.language)
+            return msgspec.structs.replace(corpus, name=card.name, canonical=True)
         if corpus.sha256 == card.sha256("calibration"):
             notes = [_calibration_text(path.name)] if purpose == "evaluation" else []
-            return msgspec.structs.replace(corpus, canonical=True, language=card.language, notes=notes)
+            return msgspec.structs.replace(corpus, canonical=True, notes=notes)
     marks = len(_WIKITEXT_MARKS.findall(corpus.raw[:20_000]))
     if purpose == "evaluation" and (_WIKITEXT_NAME.match(path.name) or marks > _FEW_MARKS):
         return _not_canonical(corpus)
     return corpus
 
 
-def _read(path: Path, name: str, language: str | None) -> Corpus:
+def _read(path: Path, name: str) -> Corpus:
     try:
         data = path.read_bytes()
         text = data.decode("utf-8")
@@ -280,7 +280,7 @@ def _read(path: Path, name: str, language: str | None) -> Corpus:
         documents, conversations = [text] if text.strip() else [], []
     if not documents and not conversations:
         raise QuantlabError(f"`{path}` holds no text", "give a file with text in it")
-    return Corpus(name, sha256, False, language, documents, conversations)
+    return Corpus(name, sha256, False, documents, conversations)
 
 
 def _read_jsonl(text: str, path: Path) -> tuple[list[str], list[list[Message]]]:

@@ -21,6 +21,7 @@ _MAGIC = b"GGUF"
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
 _MAX_DIMS = 4
+_F16_BYTES = 2
 
 # (name, weights a block, bytes a block) by ggml type id; from ggml.h and ggml-common.h.
 TYPES: dict[int, tuple[str, int, int]] = {
@@ -182,8 +183,8 @@ def _tensor(cursor: _Cursor, name: str, shape: tuple[int, ...], type_id: int, of
     return TensorInfo(name, shape, type_name, offset, math.prod(shape) // block * block_bytes)
 
 
-def kv_bytes_per_token(header: GGUFHeader, element_bytes: int = 2) -> int:
-    """Bytes of K and V that one token adds over all layers, by default in f16; a sliding window bounds their number.
+def kv_bytes_per_token(header: GGUFHeader) -> int:
+    """Bytes of K and V in f16 that one token adds over all layers; a sliding window bounds their number.
 
     Raises QuantlabError where the metadata cannot describe a transformer.
     """
@@ -197,7 +198,7 @@ def kv_bytes_per_token(header: GGUFHeader, element_bytes: int = 2) -> int:
         value = metadata.get(f"{arch}.attention.value_length", head_dim)
         layers = metadata.get(f"{arch}.block_count", 0)
         total = sum(kv_heads) if isinstance(kv_heads, list) else kv_heads * layers
-        return int(total * (key + value) * element_bytes)
+        return int(total * (key + value) * _F16_BYTES)
     except (TypeError, ValueError, ZeroDivisionError) as error:
         raise QuantlabError(
             f"the metadata of a GGUF file is damaged: {error}", "download or convert it again"

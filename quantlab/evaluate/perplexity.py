@@ -24,7 +24,7 @@ from quantlab.core.result import Measurement, Notice, Outcome, RuntimeInfo
 from quantlab.core.statistics import median, percentile
 from quantlab.evaluate.protocols import Protocol
 from quantlab.evaluate.spec import PplSpec
-from quantlab.runtime.worker import Channel, run_in_child
+from quantlab.runtime.worker import Channel, Worker
 
 if TYPE_CHECKING:
     from quantlab.evaluate.divergence import Floats
@@ -66,11 +66,12 @@ def run(spec: PplSpec, progress: Progress = silent) -> Outcome:
                 f"`{file.source}` is a folder; perplexity is measured on GGUF files",
                 f"write one: `quantlab quantize {file.source} --method gguf --type F16`",
             )
-    model = model_info(spec.model)
     corpus = load_text(spec.data, "evaluation", offline=spec.offline)
     text = protocol.text(corpus)
-    answer = run_in_child("quantlab.evaluate.perplexity:work", msgspec.to_builtins(Job(spec, text)), progress)
-    measured = msgspec.convert(answer, Measured)
+    with Worker("quantlab.evaluate.perplexity:work", msgspec.to_builtins(Job(spec, text)), progress) as worker:
+        # Read while the child starts.
+        model = model_info(spec.model)
+        measured = msgspec.convert(worker.result(), Measured)
     windows, available = measured.details["windows"], measured.details["windows_available"]
     details = {
         "data": corpus.name,
@@ -145,11 +146,11 @@ def measure(spec: PplSpec, text: str, model: Backend, parent: Backend | None, pr
         "token_hash": _token_hash(windows),
         "peak_process_bytes": model.memory().process_peak,
     }
-    if scores.against is not None:
+    if scores.against is not None and spec.against is not None:
         measurements |= divergence_measurements(scores.against)
         agreement = float(scores.against.agree.mean())
         details |= {
-            "against": msgspec.to_builtins(spec.against),
+            "against": {"label": spec.against.label, "sha256": spec.against.sha256},
             "against_ppl": _perplexity(scores.against.parent_loss),
             # The standard error of a share of independent tokens.
             "top1_agreement_stderr": math.sqrt(agreement * (1 - agreement) / max(1, scores.loss.size - 1)),

@@ -94,15 +94,13 @@ def build(
     """
     draw = random.Random(seed)  # noqa: S311 - a reproducible draw, no secret
     notices: list[Notice] = []
-    streams = []
-    for corpus, _ in parts:
-        stream = encode(_text(corpus, template, draw, notices), bool(corpus.conversations))
+    streams = [encode(_text(corpus, template, draw, notices), bool(corpus.conversations)) for corpus, _ in parts]
+    for (corpus, _), stream in zip(parts, streams, strict=True):
         if len(stream) < length:
             raise QuantlabError(
                 f"the calibration text `{corpus.name}` gives {len(stream)} tokens, a sample needs {length}",
                 "give more text, or a smaller `--calib-length`",
             )
-        streams.append(stream)
     counts = _counts([weight for _, weight in parts], [len(stream) // length for stream in streams], samples)
     if samples is not None and sum(counts) < samples:
         notices.append(

@@ -15,7 +15,6 @@ import numpy as np
 import numpy.typing as npt
 
 from quantlab.core.errors import QuantlabError
-from quantlab.core.files import os_error
 from quantlab.core.progress import Progress
 from quantlab.quantize.llama_model import LlamaModel, lib
 
@@ -225,4 +224,7 @@ def write(path: Path, entries: dict[str, Entry], *, datasets: list[str], windows
         writer.write_tensors_to_file()
         writer.close()
     except OSError as error:
-        raise os_error(error, path.parent) from error
+        raise QuantlabError(
+            f"the importance matrix could not be written in `{path.parent}`: {error}",
+            "free some room, or choose another place with `--out`",
+        ) from error

@@ -34,9 +34,8 @@ _RATE_ROWS, _RATE_COLUMNS, _RATE_SECONDS = 16, 1024, 0.05
 
 _STEP = re.compile(r"\[\s*(\d+)/\s*(\d+)\] (.*?)\s+- \[.* type =\s+(\S+), ")
 _TARGET = re.compile(r"-> .*\((\S+)\)$")
-_FALLBACK = re.compile(
-    r"warning: (.*?)\s+- ncols\s+(\d+) not divisible by\s+(\d+) \(required for type\s+(\S+)\) .*falling back to\s+(\S+)"
-)
+_MISFIT = re.compile(r"warning: (.*?)\s+- ncols\s+(\d+) not divisible by\s+(\d+) \(required for type\s+(\S+)\) ")
+_FALLBACK = re.compile(_MISFIT.pattern + r".*falling back to\s+(\S+)")
 _MISSING = re.compile(r"did not find weights for (.+)")
 _NOT_FINITE = re.compile(r"tensor '(\S+)' has invalid data")
 
@@ -112,7 +111,13 @@ def seconds_per_weight(kind: str, *, weigh: bool) -> float:
 
 def _failed(log: Log, base: Path, job: Job, *, last: str) -> QuantlabError:
     """The library's reason; `last` is the tensor that it had in hand."""
-    reason = log.last("failed to quantize").partition("failed to quantize:")[2].strip() or log.last("error")
+    said, _, reason = log.last("failed to quantize").partition("failed to quantize:")
+    reason = reason.strip() or log.last("error")
+    if (misfit := _MISFIT.search(said)) and "fallback" in reason:
+        return QuantlabError(
+            f"{job.type} needs columns in multiples of {misfit[3]}: `{misfit[1]}` has {misfit[2]}",
+            "take a type with blocks of 32, such as Q4_0",
+        )
     if broken := _NOT_FINITE.search(reason):
         return QuantlabError(
             f"tensor `{broken[1]}` holds weights that are not finite (NaN or infinite) or is damaged",
