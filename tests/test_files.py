@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from quantlab.core.errors import QuantlabError
 from quantlab.core import files
+from quantlab.core.errors import QuantlabError
 from quantlab.core.files import (
     cache_folder,
     check_output,
@@ -93,6 +93,9 @@ def test_output_is_checked_before_any_work(tmp_path: Path) -> None:
     with pytest.raises(QuantlabError, match="is a folder"):
         check_output(tmp_path, force=True)
     check_output(tmp_path / "new" / "deep", force=False)
+    assert not (tmp_path / "new").exists()
+    with pytest.raises(QuantlabError, match="is no folder"):
+        check_output(tmp_path / "there" / "deep", force=False)
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
@@ -135,9 +138,7 @@ def test_sha256_of_a_known_text(tmp_path: Path) -> None:
         sha256_file(tmp_path / "missing")
 
 
-def test_a_remembered_hash_is_forgotten_when_the_file_changes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_remembered_hash_is_forgotten_when_the_file_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QUANTLAB_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(files, "_SETTLED_S", 0.05)
     monkeypatch.setattr(files, "_WORTH_REMEMBERING_BYTES", 1)

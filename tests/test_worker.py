@@ -70,7 +70,7 @@ def test_a_killed_child_is_an_error_that_names_the_signal(number: signal.Signals
 
 
 def test_a_bug_in_the_child_is_an_error_with_its_last_lines() -> None:
-    with pytest.raises(QuantlabError, match="ZeroDivisionError: a bug"):
+    with pytest.raises(QuantlabError, match="ended with code 1; it said: .*ZeroDivisionError: a bug$"):
         run_in_child(f"{HERE}:crash", None)
 
 
@@ -107,3 +107,10 @@ def test_a_killed_parent_takes_its_child_along(tmp_path: Path) -> None:
         time.sleep(0.1)
     os.kill(child, signal.SIGKILL)
     pytest.fail("the child outlived its parent by 10 s")
+
+
+def test_a_parent_killed_in_the_middle_of_a_message_takes_its_child_along() -> None:
+    command = [sys.executable, "-m", "quantlab.runtime.worker", f"{HERE}:echo"]
+    child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    child.communicate(b'{"text": "half a mess', timeout=30)
+    assert child.returncode == 1

@@ -22,8 +22,9 @@ from quantlab.core.result import ModelInfo, TensorType
 RECORD_NAME = "quantlab.json"
 # What changes the token ids or the prompt, and so what is computed.
 _SETTINGS = (
-    "config.json", "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json",
-    "added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja",
+    "config.json", "generation_config.json", "tokenizer.json", "tokenizer.model", "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json",
 )  # fmt: skip
 _SHARD = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 # As large as the safetensors library reads; a damaged length would fill the memory.

@@ -28,18 +28,21 @@ def check_output(path: Path, *, force: bool) -> None:
         raise QuantlabError(f"`{path}` exists", "use `--force` to replace it, or `--out` for another place")
     if path.is_dir():
         raise QuantlabError(f"`{path}` is a folder", "give `--out` the name of a file")
-    parent = path.parent
-    try:
-        parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise os_error(error, parent) from error
+    parent = _existing(path.parent)
+    if not parent.is_dir():
+        raise QuantlabError(f"`{parent}` is no folder", "choose another place with `--out`")
     if not os.access(parent, os.W_OK | os.X_OK):
         raise QuantlabError(f"no write permission in `{parent}`", "choose another place with `--out`")
 
 
+def _existing(folder: Path) -> Path:
+    """The folder, or the nearest one above it that exists: nothing is made before there is something to keep."""
+    return next(place for place in (folder.absolute(), *folder.absolute().parents) if place.exists())
+
+
 def check_space(folder: Path, need_bytes: int) -> None:
     """Refuse work whose output cannot fit, with both numbers."""
-    free = shutil.disk_usage(folder).free
+    free = shutil.disk_usage(_existing(folder)).free
     if need_bytes > free:
         raise QuantlabError(
             f"`{folder}` has {free / 1e9:.2f} GB free, the output needs about {need_bytes / 1e9:.2f} GB",

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import traceback
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any
@@ -36,9 +37,12 @@ class Channel:
         threading.Thread(target=self._listen, daemon=True).start()
 
     def _listen(self) -> None:
-        for line in sys.stdin.buffer:
-            self._inbox.put(msgspec.json.decode(line))
-        os._exit(1)
+        try:
+            for line in sys.stdin.buffer:
+                self._inbox.put(msgspec.json.decode(line))
+        finally:
+            # Also where the parent was killed in the middle of a line, which then is no JSON.
+            os._exit(1)
 
     def receive(self) -> Any:
         """The parent's next message; waits for it."""
@@ -140,6 +144,11 @@ def _child() -> None:
     except QuantlabError as error:
         usage = isinstance(error, UsageError)
         channel.send("error", {"message": error.message, "hint": error.hint, "usage": usage})
+    except BaseException:
+        # Python's own way out would wait for the thread that holds stdin, and end in an abort over the traceback.
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)
     # The model's own destructors are not worth waiting for.
     os._exit(0)
 
