@@ -70,7 +70,7 @@ def test_a_killed_child_is_an_error_that_names_the_signal(number: signal.Signals
 
 
 def test_a_bug_in_the_child_is_an_error_with_its_last_lines() -> None:
-    with pytest.raises(QuantlabError, match="ended with code 1; it said: .*ZeroDivisionError: a bug$"):
+    with pytest.raises(QuantlabError, match=r"ended with code 1; it said: .*ZeroDivisionError: a bug$"):
         run_in_child(f"{HERE}:crash", None)
 
 
