@@ -99,38 +99,65 @@ def bench_compare(results: Path, rounds: int, work: Path) -> None:
     print(f"quantlab compare, 100 results: median {statistics.median(times):.3f} s (aim 0.6)  {times}")
 
 
+CONVERT = """
+import sys, pathlib
+from quantlab.quantize.convert import convert
+convert(pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2]), outtype="F16")
+"""
+
+
 def bench_conversion(folder: Path, rounds: int, work: Path) -> None:
-    """HF folder -> f16 GGUF against the upstream converter."""
+    """HF folder -> f16 GGUF against the upstream converter: the converter alone, and the command with its checks."""
+    out = work / "a.gguf"
 
     def ours() -> float:
-        out = ["-o", work / "a.gguf", "--force", "--no-save"]
-        return quantlab("quantize", folder, "-m", "gguf", "--type", "F16", *out).wall_s
+        return run([sys.executable, "-c", CONVERT, folder, out]).wall_s
+
+    def checked() -> float:
+        command = ["quantize", folder, "-m", "gguf", "--type", "F16", "-o", out, "--force", "--no-save"]
+        return quantlab(*command).wall_s
 
     if UPSTREAM is None:
-        print(f"conversion: {ours():.2f} s (set QUANTLAB_UPSTREAM to compare)")
+        print(f"conversion: {ours():.2f} s, with checks {checked():.2f} s (set QUANTLAB_UPSTREAM to compare)")
         return
     script = Path(UPSTREAM) / "convert_hf_to_gguf.py"
     command = [UPSTREAM_PYTHON, script, folder, "--outtype", "f16", "--outfile", work / "b.gguf"]
-    pairs("conversion, quantlab / upstream", ours, lambda: run(command).wall_s, rounds)
+    pairs("conversion, converter in a process / upstream", ours, lambda: run(command).wall_s, rounds)
+    pairs("conversion, whole command with its checks / upstream", checked, lambda: run(command).wall_s, rounds)
 
 
 BARE = """
-import sys, llama_cpp.llama_cpp as lib
+import sys, time, llama_cpp.llama_cpp as lib
 params = lib.llama_model_quantize_default_params()
 params.ftype, params.nthread = lib.LLAMA_FTYPE_MOSTLY_Q4_K_M, int(sys.argv[3])
-sys.exit(lib.llama_model_quantize(sys.argv[1].encode(), sys.argv[2].encode(), params))
+began = time.perf_counter()
+if lib.llama_model_quantize(sys.argv[1].encode(), sys.argv[2].encode(), params):
+    sys.exit("failed")
+print(time.perf_counter() - began)
 """
 
 
 def bench_quantization(f16: Path, threads: int, rounds: int, work: Path) -> None:
-    """f16 -> Q4_K_M against the bare library call in its own process."""
+    """f16 -> Q4_K_M: the call inside quantlab against the bare call, and the whole command against its process."""
+    out = ["-o", work / "q.gguf", "--force", "--no-save", "--json", "-t", str(threads)]
+    stages: list[float] = []
 
     def ours() -> float:
-        out = ["-o", work / "q.gguf", "--force", "--no-save", "-t", str(threads)]
-        return quantlab("quantize", f16, "-m", "gguf", "--type", "Q4_K_M", *out).wall_s
+        done = quantlab("quantize", f16, "-m", "gguf", "--type", "Q4_K_M", *out)
+        stages.append(json.loads(done.out)["details"]["stages_s"]["quantize"])
+        return done.wall_s
 
     bare = [sys.executable, "-c", BARE, f16, work / "bare.gguf", str(threads)]
-    pairs("quantization, whole command / bare call in a process", ours, lambda: run(bare).wall_s, rounds)
+    calls: list[float] = []
+
+    def theirs() -> float:
+        done = run(bare)
+        calls.append(float(done.out.split()[-1]))
+        return done.wall_s
+
+    pairs("quantization, whole command / bare call in a process", ours, theirs, rounds)
+    ratio = statistics.median(a / b for a, b in zip(stages, calls, strict=True))
+    print(f"quantization, the call: ratio {ratio:.3f}  (s: {stages} / {calls})")
 
 
 def bench_ppl(f16: Path, q4: Path, threads: int, rounds: int) -> None:

@@ -302,3 +302,26 @@ def test_results_come_back_as_they_were_stored(tiny: Path) -> None:
     with pytest.raises(QuantlabError, match="schema 2"):
         (tiny / "new.json").write_text(encode(results[0]).replace('"schema": 1', '"schema": 2'))
         load_results([tiny / "new.json"])
+
+
+def test_a_damaged_conversion_in_the_cache_is_made_again(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QUANTLAB_CACHE", str(tiny / "cache"))
+    first = Lab(None).runnable(str(tiny / "model"))
+    made = Path(first.path).stat().st_mtime_ns
+    assert Lab(None).runnable(str(tiny / "model")) == first
+    assert Path(first.path).stat().st_mtime_ns == made
+    with Path(first.path).open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        file.write(b"\x01")
+    assert Lab(None).runnable(str(tiny / "model")) == first
+    Path(f"{first.path}.json").write_text("{}")
+    assert Lab(None).runnable(str(tiny / "model")) == first
+
+
+def test_two_runs_convert_a_folder_once(tiny: Path) -> None:
+    command = [sys.executable, "-m", "quantlab", "ppl", "model", "--data", "text.txt", "--n-ctx", "32", "--no-save"]
+    env = {**os.environ, "QUANTLAB_CACHE": str(tiny / "cache")}
+    runs = [subprocess.Popen(command, cwd=tiny, env=env, stderr=subprocess.PIPE, text=True) for _ in range(2)]
+    said = [process.communicate(timeout=120)[1] for process in runs]
+    assert [process.returncode for process in runs] == [0, 0]
+    assert sum("converting" in text for text in said) == 1

@@ -111,6 +111,5 @@ def test_a_killed_parent_takes_its_child_along(tmp_path: Path) -> None:
 
 def test_a_parent_killed_in_the_middle_of_a_message_takes_its_child_along() -> None:
     command = [sys.executable, "-m", "quantlab.runtime.worker", f"{HERE}:echo"]
-    child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    child.communicate(b'{"text": "half a mess', timeout=30)
+    child = subprocess.run(command, input=b'{"text": "half a mess', capture_output=True, timeout=30, check=False)
     assert child.returncode == 1

@@ -20,14 +20,10 @@ import zipfile
 import zlib
 from pathlib import Path
 
-from huggingface_hub import hf_hub_url
-from huggingface_hub.utils import get_session
-
 from quantlab.core.artifact import read_record
 from quantlab.core.errors import QuantlabError
 from quantlab.core.files import cache_folder, check_space, locked, os_error
 from quantlab.core.progress import Progress
-from quantlab.lab.hub import download
 from quantlab.lab.source import Source, check_folder
 
 HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -56,6 +52,8 @@ def demo(*, offline: bool, progress: Progress) -> Source:
         if offline:
             raise QuantlabError("the demo model is not in the cache", "run once without `--offline`")
         if _hub_answers():
+            from quantlab.lab.hub import download
+
             path, commit = download(HUB_ID, HUB_COMMIT, offline=False, progress=progress)
             check_folder(path)
             return Source(path, "demo", commit, None)
@@ -67,6 +65,8 @@ def demo(*, offline: bool, progress: Progress) -> Source:
 
 
 def _cached_original() -> Source | None:
+    from quantlab.lab.hub import download
+
     with contextlib.suppress(QuantlabError):
         path, commit = download(HUB_ID, HUB_COMMIT, offline=True, progress=lambda *_: None)
         check_folder(path)
@@ -76,6 +76,9 @@ def _cached_original() -> Source | None:
 
 def _hub_answers() -> bool:
     """Whether the Hub has the commit; asked once, for four seconds at most."""
+    from huggingface_hub import hf_hub_url
+    from huggingface_hub.utils import get_session
+
     answers: list[bool] = []
 
     def ask() -> None:

@@ -19,10 +19,10 @@ import msgspec
 
 from quantlab import __version__
 from quantlab.core import hardware
-from quantlab.core.artifact import content_sha256
+from quantlab.core.artifact import content_sha256, read_record
 from quantlab.core.corpus import Purpose, load_text
-from quantlab.core.errors import UsageError, unknown_name
-from quantlab.core.files import cache_folder, sha256_file, sha256_text
+from quantlab.core.errors import QuantlabError, UsageError, unknown_name
+from quantlab.core.files import cache_folder, locked, sha256_file, sha256_text
 from quantlab.core.model import ModelFile, ModelRef
 from quantlab.core.progress import Progress, silent
 from quantlab.core.result import SCHEMA, Environment, Kind, Outcome, Result
@@ -87,8 +87,11 @@ class Lab:
 
         # Another version may convert otherwise.
         path = cache_folder() / "gguf" / f"{model.sha256[:16]}-{__version__}" / f"{model.label}-F16.gguf"
-        if not path.is_file():
-            run(QuantizeSpec(model, str(path), type="F16", offline=self.offline), self.progress)
+        if not _is_whole(path):
+            with locked(cache_folder() / "locks" / path.parent.name):
+                # Another run may have made it while this one waited.
+                if not _is_whole(path):
+                    run(QuantizeSpec(model, str(path), type="F16", force=True, offline=self.offline), self.progress)
         return msgspec.structs.replace(model, path=str(path), label=path.stem, sha256=content_sha256(path))
 
     def execute(self, step: Step) -> list[Result]:
@@ -134,6 +137,15 @@ class Lab:
         }
         asked = [(model.label, model.sha256) for model in models]
         return [found[model] for model in asked] if found.keys() >= set(asked) else []
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether a GGUF of the cache is as its record, which is written last, describes it."""
+    try:
+        record = read_record(path)
+        return record is not None and record.sha256 == content_sha256(path)
+    except QuantlabError:
+        return False
 
 
 def _conditions(kind: Kind, env: Environment) -> tuple[Any, ...]:
