@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from quantlab.core.artifact import read_json, read_record, safetensors_files, safetensors_header
+from quantlab.core.artifact import gguf_shards, read_json, read_record, safetensors_files, safetensors_header
 from quantlab.core.errors import QuantlabError
 
 DEEP = "[" * 200_000
@@ -47,6 +47,11 @@ def test_a_sound_header(tmp_path: Path) -> None:
         safetensors(header_of(data_offsets=[-256, 0])),
         safetensors(header_of(data_offsets=[0, 256, 1])),
         safetensors(header_of(data_offsets=[4, 260])),
+        safetensors(header_of(data_offsets=[4, 260]), bytes(260)),
+        safetensors(header_of(), bytes(257)),
+        safetensors(
+            json.dumps({n: {"dtype": "U8", "shape": [9], "data_offsets": [0, 9]} for n in "ab"}).encode(), bytes(9)
+        ),
         safetensors(header_of(dtype="F31")),
         safetensors(header_of(dtype=["F32"])),
     ],
@@ -95,3 +100,12 @@ def test_a_foreign_file_in_the_place_of_a_record_is_named(spoil: Callable[[Path]
     with pytest.raises(QuantlabError, match=r"m\.gguf\.json.*belongs and is none") as caught:
         read_record(tmp_path / "m.gguf")
     assert "move it" in caught.value.hint
+
+
+@pytest.mark.parametrize("name", ["m-00001-of-99999.gguf", "m-00001-of-00000.gguf", "m-00003-of-00002.gguf"])
+def test_a_part_of_a_split_model_without_the_others_is_named(name: str, tmp_path: Path) -> None:
+    for part in (name, "m-00001-of-00002.gguf", "m-00002-of-00002.gguf"):
+        (tmp_path / part).write_text("")
+    with pytest.raises(QuantlabError, match=name) as caught:
+        gguf_shards(tmp_path / name)
+    assert len(caught.value.message) < 1000

@@ -169,6 +169,14 @@ def test_two_artifacts_of_one_name_stop_a_recipe_before_its_first_step(tiny: Pat
     assert not (tiny / "tiny-F16.gguf").exists()
 
 
+def test_an_output_in_the_way_stops_a_recipe_before_its_first_step(tiny: Path) -> None:
+    (tiny / "tiny-Q8_0.gguf").write_text("precious")
+    with pytest.raises(QuantlabError, match=r"tiny-Q8_0.gguf` exists"):
+        run(tiny)
+    assert not (tiny / "tiny-F16.gguf").exists()
+    assert (tiny / "tiny-Q8_0.gguf").read_text() == "precious"
+
+
 def test_an_artifact_written_twice_under_two_names_is_known_by_each(tiny: Path) -> None:
     lab = Lab(Store(tiny / "runs"), offline=True)
     model = lab.model(str(tiny / "model"))

@@ -101,7 +101,10 @@ def gguf_shards(path: Path) -> list[Path]:
         return [path]
     shards = [path.with_name(f"{match[1]}-{i:05d}-of-{match[3]}.gguf") for i in range(1, int(match[3]) + 1)]
     if missing := [shard.name for shard in shards if not shard.is_file()]:
-        raise QuantlabError(f"`{path}` lacks its shards {', '.join(missing)}", "download them beside it")
+        shown = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
+        raise QuantlabError(f"`{path}` lacks its shards {shown}", "download them beside it")
+    if path not in shards:
+        raise QuantlabError(f"`{path.name}` is the name of no part of {int(match[3])}", "give the file its own name")
     return shards
 
 
@@ -149,7 +152,8 @@ def safetensors_header(path: Path) -> dict[str, Any]:
         raise QuantlabError(f"`{path}` is not a sound safetensors file: its header is damaged", again) from error
     try:
         tensors = {name: entry for name, entry in header.items() if name != "__metadata__"}
-        for name, entry in tensors.items():
+        filled = 0
+        for name, entry in sorted(tensors.items(), key=lambda item: item[1]["data_offsets"]):
             begin, end = entry["data_offsets"]
             bits = _SAFETENSORS_BITS[entry["dtype"]]
             whole = all(type(n) is int and n >= 0 for n in (begin, end, *entry["shape"]))
@@ -157,6 +161,12 @@ def safetensors_header(path: Path) -> dict[str, Any]:
                 raise QuantlabError(f"`{path}` is damaged: tensor `{name}` does not fill its place", again)
             if 8 + length + end > size:
                 raise QuantlabError(f"`{path}` is truncated: tensor `{name}` ends past its last byte", again)
+            # The format wants every byte to belong to one tensor.
+            if begin != filled:
+                raise QuantlabError(f"`{path}` is damaged: tensor `{name}` does not begin where another ends", again)
+            filled = end
+        if 8 + length + filled != size:
+            raise QuantlabError(f"`{path}` is damaged: bytes after its last tensor", again)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise QuantlabError(f"`{path}` is not a sound safetensors file: {error!r} in its header", again) from error
     return tensors

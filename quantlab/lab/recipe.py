@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from quantlab.core.errors import QuantlabError, UsageError
-from quantlab.core.files import os_error
+from quantlab.core.files import check_output, os_error
 from quantlab.core.model import ModelFile
 from quantlab.core.result import Result
 from quantlab.lab.execute import Lab, Step
@@ -70,13 +70,13 @@ def run_recipe(recipe: Recipe, lab: Lab, *, force: bool = False) -> list[Result]
         text: [quantize_step(model, {"force": force, **_as_offline(options, lab)}) for options in recipe.quantize]
         for text, model in models.items()
     }
-    _check_outputs([step for of_model in steps.values() for step in of_model])
+    _check_outputs([step for of_model in steps.values() for step in of_model], lab)
     _check_parents(recipe, lab, next(iter(steps.values())))
     results: list[Result] = []
     for text, quantize in steps.items():
         types, outs = {}, {}
         for step in quantize:
-            results += _quantized(step, lab)
+            results += _quantized(step, lab) or lab.execute(step)
             types[step.spec.type] = outs[step.spec.out] = artifact_file(step.spec)
         subjects = list(outs.values()) or [lab.runnable(text)]
         for step, measured in _measuring_steps(recipe, lab, subjects, types | outs):
@@ -99,12 +99,14 @@ def _check_options(recipe: Recipe) -> None:
         ppl_step(model, {**options, "against": None})
 
 
-def _check_outputs(steps: list[Step]) -> None:
-    """Refuse two artifacts of one name: the second would replace the first, or stop the run half way."""
+def _check_outputs(steps: list[Step], lab: Lab) -> None:
+    """Refuse what would stop the run half way: two artifacts of one name, and a file that may not be replaced."""
     paths = [Path(step.spec.out).resolve() for step in steps]
     for step, path in zip(steps, paths, strict=True):
         if paths.count(path) > 1:
             raise UsageError(f"two steps of the recipe write `{step.spec.out}`", "give each its own `out`")
+        if not _quantized(step, lab):
+            check_output(Path(step.spec.out), force=step.spec.force)
 
 
 def _check_parents(recipe: Recipe, lab: Lab, quantize: list[Step]) -> None:
@@ -127,10 +129,8 @@ def _check_parents(recipe: Recipe, lab: Lab, quantize: list[Step]) -> None:
 
 
 def _quantized(step: Step, lab: Lab) -> list[Result]:
-    """The Result of a quantize step: a finished one if its artifact is still there, unchanged."""
-    if Path(step.spec.out).is_file() and (done := lab.finished(step, [artifact_file(step.spec)])):
-        return done
-    return lab.execute(step)
+    """The Result of a quantize step that is finished, its artifact still there and unchanged; else none."""
+    return lab.finished(step, [artifact_file(step.spec)]) if Path(step.spec.out).is_file() else []
 
 
 def _measuring_steps(

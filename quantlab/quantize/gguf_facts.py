@@ -82,6 +82,8 @@ def measurements(info: ModelInfo, duration_s: float, done: Done) -> dict[str, Me
     return {
         "duration": Measurement("s", "lower", [duration_s]),
         "peak_process_bytes": Measurement("bytes", "lower", [done.peak_process_bytes]),
+        # llama.cpp quantizes on the CPU, whatever devices there are.
+        "peak_device_bytes": Measurement("bytes", "lower", [0]),
         "size_bytes": Measurement("bytes", "lower", [info.size_bytes]),
         "bits_per_weight": Measurement("bits", "lower", [info.bits_per_weight]),
     }
