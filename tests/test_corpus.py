@@ -139,14 +139,22 @@ def test_a_stand_in_for_wikitext_is_used_and_named_so(name: str, text: str, mark
     assert [note.code for note in corpus.notes] == (["not-canonical"] if marked else [])
 
 
-def test_a_stand_in_in_the_data_folder_does_not_pass_for_wikitext(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stand_in_in_the_data_folder_is_used_and_named_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "wiki.test.raw").write_text(WIKI)
     monkeypatch.setenv("QUANTLAB_DATA", str(tmp_path))
     corpus = load_text("wikitext2", "evaluation", offline=True)
-    assert corpus.name == "builtin_eval"
-    assert "not the canonical text" in corpus.notes[0].hint
+    assert corpus.name == "wikitext2 (not canonical)" and not corpus.canonical
+    assert corpus.raw == WIKI
+    assert [note.code for note in corpus.notes] == ["not-canonical"]
+
+
+def test_the_evaluation_text_under_the_name_of_calibration_text_is_refused(
+    wiki_test: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "wiki.valid.raw").write_bytes(wiki_test.read_bytes())
+    monkeypatch.setenv("QUANTLAB_DATA", str(tmp_path))
+    with pytest.raises(UsageError, match="evaluation text"):
+        load_text("wikitext2", "calibration", offline=True)
 
 
 def test_without_network_evaluation_falls_back_and_calibration_fails(hub: Any) -> None:

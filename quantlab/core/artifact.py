@@ -104,7 +104,9 @@ def gguf_shards(path: Path) -> list[Path]:
         shown = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
         raise QuantlabError(f"`{path}` lacks its shards {shown}", "download them beside it")
     if path not in shards:
-        raise QuantlabError(f"`{path.name}` is named as a part that a model of {int(match[3])} parts does not have", "name it as it was")
+        raise QuantlabError(
+            f"`{path.name}` is named as a part that a model of {int(match[3])} parts does not have", "name it as it was"
+        )
     return shards
 
 

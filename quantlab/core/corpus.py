@@ -225,7 +225,9 @@ def _of_hub(card: Card, hub: Hub, purpose: Purpose, *, offline: bool) -> Corpus:
         corpus = _read(path, card.name)
         if corpus.sha256 == sha256:
             return msgspec.structs.replace(corpus, canonical=True)
-        near = f"`{path}` is not the canonical text (sha256 {corpus.sha256[:12]}...): name that file to use it so"
+        if purpose == "calibration" and corpus.sha256 == hub.local("evaluation")[1]:
+            raise _spoils(str(path))
+        return _not_canonical(corpus)
     cached = _cache_path(card, hub, purpose)
     if not cached.is_file():
         if offline or os.environ.get("HF_HUB_OFFLINE", "0").upper() in ("1", "TRUE", "YES", "ON"):
@@ -243,7 +245,7 @@ def _of_hub(card: Card, hub: Hub, purpose: Purpose, *, offline: bool) -> Corpus:
 def _not_canonical(corpus: Corpus) -> Corpus:
     note = Notice(
         "not-canonical",
-        f"`{corpus.name}` looks like WikiText, but its sha256 {corpus.sha256[:12]}... is of no canonical file",
+        f"`{corpus.name}` is not what it looks like: its sha256 {corpus.sha256[:12]}... is of no canonical file",
         "do not compare its perplexity with published numbers",
     )
     return msgspec.structs.replace(corpus, name=f"{corpus.name} (not canonical)", notes=[*corpus.notes, note])
