@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import os
 import struct
 from pathlib import Path
 
@@ -14,8 +15,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from quantlab.core.errors import QuantlabError
-from quantlab.core.gguf_file import TYPES, read_header
-from tests.tiny_gguf import write_wide
+from quantlab.core.gguf_file import TYPES, kv_bytes_per_token, read_header
+from tests.tiny_gguf import HEAD_DIM, KV_HEADS, LAYERS, write_gguf, write_wide
 
 QUICK = settings(deadline=2000, max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
@@ -95,8 +96,8 @@ def file_of(n_tensors: int, entries: list[bytes], tail: bytes = b"") -> bytes:
         (file_of(2**60, []), "do not fit"),
         (b"GGUF" + struct.pack("<IQQ", 3, 0, 2**60) + bytes(64), "do not fit"),
         (b"GGUF" + struct.pack("<IQQ", 0x03000000, 0, 0) + bytes(64), "version"),
-        (file_of(0, [string(b"a") + struct.pack("<IIQ", 9, 4, 2**62)]), "does not fit"),
-        (file_of(0, [string(b"a") + struct.pack("<IIQ", 9, 8, 2**62)]), "does not fit"),
+        (file_of(0, [string(b"a") + struct.pack("<IIQ", 9, 4, 2**20)]), "does not fit"),
+        (file_of(0, [string(b"a") + struct.pack("<IIQ", 9, 8, 2**20)]), "does not fit"),
         (file_of(0, [string(b"a") + struct.pack("<IIQ", 9, 8, 2) + string(b"x") + b"\xff" * 8]), "array of strings"),
         (file_of(0, [string(b"a") + struct.pack("<IIQ", 9, 9, 1)]), "array of metadata type 9"),
         (file_of(0, [string(b"a") + struct.pack("<I", 77)]), "metadata type 77"),
@@ -114,6 +115,28 @@ def test_each_lie_is_named(content: bytes, message: str, target: Path) -> None:
     target.write_bytes(content)
     with pytest.raises(QuantlabError, match=message):
         read_header(target)
+
+
+def test_an_array_as_long_as_the_file_does_not_fill_the_memory(target: Path) -> None:
+    target.write_bytes(file_of(0, [string(b"a") + struct.pack("<IIQ", 9, 0, 2**28)]))
+    os.truncate(target, 2**29)
+    with pytest.raises(QuantlabError, match="an array of 268435456 items"):
+        read_header(target)
+
+
+def test_kv_bytes_are_those_of_all_layers_in_f16(target: Path) -> None:
+    write_gguf(target)
+    assert kv_bytes_per_token(read_header(target)) == LAYERS * KV_HEADS * HEAD_DIM * 2 * 2
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [{"llama.attention.head_count": 0}, {"llama.attention.head_count_kv": 2**31, "llama.block_count": "2" * 999}],
+)
+def test_metadata_that_is_no_transformer_is_named(metadata: dict[str, bool | int | str], target: Path) -> None:
+    write_gguf(target, metadata=metadata)
+    with pytest.raises(QuantlabError, match=r"metadata of `.*x\.gguf` is damaged"):
+        kv_bytes_per_token(read_header(target))
 
 
 def test_block_sizes_are_those_of_the_library() -> None:

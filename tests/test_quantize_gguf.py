@@ -488,7 +488,9 @@ def test_too_little_room_is_told_before_any_work(wide: Path, tmp_path: Path, mon
 
 
 SCRIPT = """
-import sys
+import signal, sys
+# A run in the background of a shell inherits an ignored SIGINT.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 from pathlib import Path
 from quantlab.core.gguf_file import read_header
 from quantlab.core.model import ModelFile
@@ -543,7 +545,7 @@ def test_an_interrupted_run_leaves_nothing(tmp_path: Path) -> None:
     # Held in the middle, however fast the machine is.
     children[0].suspend()
     process.send_signal(signal.SIGINT)
-    _, said = process.communicate()
+    _, said = process.communicate(timeout=60)
     assert process.returncode != 0 and b"KeyboardInterrupt" in said
     assert list(out.parent.iterdir()) == []
 

@@ -21,6 +21,8 @@ _MAGIC = b"GGUF"
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
 _MAX_DIMS = 4
+# Vocabularies and their merges have under a million entries; as a Python list, a whole file fills the memory.
+_MOST_ITEMS = 1 << 24
 _F16_BYTES = 2
 
 # (name, weights a block, bytes a block) by ggml type id; from ggml.h and ggml-common.h.
@@ -52,8 +54,9 @@ class TensorInfo(msgspec.Struct, frozen=True):
 
 
 class GGUFHeader(msgspec.Struct, frozen=True):
-    """Metadata and tensors of one file. Arrays in `metadata` are Python lists."""
+    """Metadata and tensors of the file at `path`. Arrays in `metadata` are Python lists."""
 
+    path: str
     version: int
     metadata: dict[str, Any]
     tensors: list[TensorInfo]
@@ -93,6 +96,8 @@ class _Cursor:
 
     def array(self) -> list[Any]:
         kind, count = self.scalar("I"), self.scalar("Q")
+        if count > _MOST_ITEMS:
+            raise self.fail(f"an array of {count} items")
         if kind in _SCALARS:
             code = _SCALARS[kind]
             # The size is checked before a format of `count` items is built.
@@ -161,7 +166,7 @@ def _parse(cursor: _Cursor) -> GGUFHeader:
         tensors.append(tensor)
     if len({t.name for t in tensors}) != len(tensors):
         raise cursor.fail("two tensors have the same name")
-    return GGUFHeader(version, metadata, tensors, start, len(cursor.data))
+    return GGUFHeader(str(cursor.path), version, metadata, tensors, start, len(cursor.data))
 
 
 def _entry(cursor: _Cursor) -> tuple[str, tuple[int, ...], int, int]:
@@ -190,16 +195,24 @@ def kv_bytes_per_token(header: GGUFHeader) -> int:
     """
     metadata = header.metadata
     arch = metadata.get("general.architecture", "")
-    heads = metadata.get(f"{arch}.attention.head_count", 1)
-    kv_heads = metadata.get(f"{arch}.attention.head_count_kv", heads)
+
+    def counts(name: str, default: list[int]) -> list[int]:
+        """One number, or one for each layer; a text in its place could be multiplied beyond all memory."""
+        found = metadata.get(f"{arch}.{name}", default)
+        numbers = found if isinstance(found, list) else [found]
+        if not all(isinstance(number, int) for number in numbers):
+            raise TypeError(f"`{arch}.{name}` is no number")
+        return numbers
+
     try:
-        head_dim = metadata.get(f"{arch}.embedding_length", 0) // (max(heads) if isinstance(heads, list) else heads)
-        key = metadata.get(f"{arch}.attention.key_length", head_dim)
-        value = metadata.get(f"{arch}.attention.value_length", head_dim)
-        layers = metadata.get(f"{arch}.block_count", 0)
-        total = sum(kv_heads) if isinstance(kv_heads, list) else kv_heads * layers
-        return int(total * (key + value) * _F16_BYTES)
-    except (TypeError, ValueError, ZeroDivisionError) as error:
+        heads = counts("attention.head_count", [1])
+        kv_heads = counts("attention.head_count_kv", heads)
+        [width], [layers] = counts("embedding_length", [0]), counts("block_count", [0])
+        head_dim = width // max(heads)
+        [key], [value] = counts("attention.key_length", [head_dim]), counts("attention.value_length", [head_dim])
+        total = sum(kv_heads) if len(kv_heads) > 1 else kv_heads[0] * layers
+        return total * (key + value) * _F16_BYTES
+    except (TypeError, ValueError, LookupError, ZeroDivisionError) as error:
         raise QuantlabError(
-            f"the metadata of a GGUF file is damaged: {error}", "download or convert it again"
+            f"the metadata of `{header.path}` is damaged: {error}", "download or convert it again"
         ) from error
