@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import psutil
 import pytest
@@ -290,7 +291,7 @@ def test_header_only_plans_the_same_file(tmp_path: Path) -> None:
     convert(tmp_path / "hf", tmp_path / "full.gguf", outtype="F16")
     convert(tmp_path / "hf", tmp_path / "plan.gguf", outtype="F16", header_only=True)
     full, plan = read_header(tmp_path / "full.gguf"), read_header(tmp_path / "plan.gguf")
-    assert full == plan
+    assert full == msgspec.structs.replace(plan, path=full.path)
 
 
 def test_progress_grows_to_the_end(tmp_path: Path) -> None:
