@@ -110,6 +110,12 @@ def test_files_that_llama_cpp_does_not_load_are_errors(tmp_path: Path, tiny: Pat
         assert len(backend.encode("still here"))
 
 
+@pytest.mark.parametrize("threads", [-1, 0, 100_000])
+def test_threads_that_end_the_process_are_refused(tiny: Path, threads: int) -> None:
+    with pytest.raises(UsageError, match=f"{threads} threads"):
+        LlamaCppBackend(tiny, Capacity(n_ctx=8), threads=threads)
+
+
 def test_devices(tiny: Path) -> None:
     with pytest.raises(UsageError, match="tpu"):
         LlamaCppBackend(tiny, Capacity(n_ctx=8), device="tpu")

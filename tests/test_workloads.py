@@ -147,6 +147,7 @@ def test_prompt_text(tmp_path: Path) -> None:
         {"new_tokens": 0},
         {"repeats": 0},
         {"warmup": -1},
+        {"seed": -1},
         {"threads": 0},
         {"prompt": " \n"},
     ],

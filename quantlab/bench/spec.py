@@ -49,6 +49,8 @@ class BenchSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise UsageError(f"`--{'prompt-tokens' if self.batch else 'batch'}` names no size", "give at least one")
         if self.warmup < 0:
             raise UsageError(f"`--warmup` {self.warmup}", "give 0 or more")
+        if self.seed < 0:
+            raise UsageError(f"`--seed` {self.seed}", "give 0 or more")
         if self.prompt is not None and not self.prompt.strip():
             raise UsageError("the text of `--prompt` is empty", "give a text, or leave it out for built-in text")
 

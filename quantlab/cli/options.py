@@ -20,7 +20,9 @@ Json = Annotated[bool, typer.Option("--json", help="Print the Results as JSON on
 Offline = Annotated[bool, typer.Option("--offline", help="Never touch the network.")]
 Force = Annotated[bool, typer.Option("--force", help="Replace an existing output.")]
 Device = Annotated[str, typer.Option("--device", help="auto, cpu, cuda or mps.")]
-Threads = Annotated[int | None, typer.Option("--threads", "-t", min=1, help="CPU threads. [default: all cores]")]
+Threads = Annotated[
+    int | None, typer.Option("--threads", "-t", min=1, max=512, help="CPU threads. [default: all cores]")
+]
 Seed = Annotated[int, typer.Option("--seed", help="Seed of everything that is drawn.")]
 
 RESULTS = Path("runs")

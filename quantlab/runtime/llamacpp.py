@@ -47,6 +47,7 @@ except ModuleNotFoundError as error:
 DEVICES = ("auto", "cpu", "cuda", "mps")
 # Positions and counts are int32 in llama.cpp.
 _MOST = 2**31 - 1
+_MOST_THREADS = 512  # GGML_MAX_N_THREADS
 _ERROR_LEVEL = 4
 _BLOB_MAGIC = b"QLKV\x01"
 
@@ -81,6 +82,8 @@ class LlamaCppBackend:
             raise UsageError(
                 f"{capacity.n_seq} sequences at once", f"llama.cpp holds {lib.llama_max_parallel_sequences()} at most"
             )
+        if threads is not None and not 1 <= threads <= _MOST_THREADS:
+            raise UsageError(f"{threads} threads", f"llama.cpp takes 1 to {_MOST_THREADS}")
         self._path, self._capacity = path, capacity
         self._threads = threads or hardware.usable_cores()
         self._headers = [read_header(shard) for shard in gguf_shards(path)]
