@@ -4,6 +4,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
+# The torch runtime and the engines of the torch methods: gigabytes that `make lab` does not need.
+READY_ENGINES := $(VENV)/ready-engines
 # llama.cpp without its multimodal part compiles in two thirds of the time. Set CMAKE_ARGS for CUDA: see README.
 CMAKE_ARGS ?= -DLLAVA_BUILD=OFF
 export CMAKE_ARGS
@@ -13,16 +15,18 @@ ifneq ($(wildcard ../shared/data/text),)
 export QUANTLAB_DATA ?= $(abspath ../shared/data/text)
 endif
 
-.PHONY: help setup lab test check lint type bench docs-check clean
+.PHONY: help setup setup-engines lab test check lint type bench docs-check clean
 
 help:
 	@echo "make lab         set up, fetch the demo model, quantize, benchmark, measure perplexity, print the table"
-	@echo "make test        set up and run all tests"
+	@echo "make test        set up, with torch and the engines, and run all tests"
 	@echo "make check       lint, types, documentation and tests: what every commit must pass"
 	@echo "make bench       the benchmarks of quantlab itself, as ratios"
-	@echo "make setup lint type docs-check clean"
+	@echo "make setup setup-engines lint type docs-check clean"
 
 setup: $(READY)
+
+setup-engines: $(READY_ENGINES)
 
 $(READY): pyproject.toml
 	@$(PYTHON) -c 'import sys; ok = (3, 11) <= sys.version_info < (3, 14); ok or sys.exit("error: quantlab needs Python 3.11, 3.12 or 3.13; $(PYTHON) is %d.%d\nhint: make PYTHON=python3.12 $(MAKECMDGOALS)" % sys.version_info[:2])'
@@ -32,10 +36,15 @@ $(READY): pyproject.toml
 	$(BIN)/pip install --quiet --editable '.[gguf,data,dev]'
 	@touch $@
 
+$(READY_ENGINES): $(READY)
+	@echo "Installing torch and the quantization engines, which takes some minutes the first time."
+	$(BIN)/pip install --quiet --editable '.[gguf,data,torch,engines,dev]'
+	@touch $@
+
 lab: $(READY)
 	$(BIN)/quantlab run recipes/cpu-lab.yaml
 
-test: $(READY)
+test: $(READY_ENGINES)
 	$(BIN)/pytest
 
 check: lint type docs-check test

@@ -71,11 +71,11 @@ class BackendContract:
         assert distance(np.concatenate(single), whole) < CLOSE
         assert distance(whole[1:], whole[:-1]) > FAR
 
-    @pytest.mark.parametrize("shared", [True, False])
+    @pytest.mark.parametrize("sharing", [True, False])
     def test_sequences_of_one_step_do_not_see_each_other(
-        self, open_backend: Open, tokens: Tokens, shared: bool
+        self, open_backend: Open, tokens: Tokens, sharing: bool
     ) -> None:
-        backend = open_backend(n_ctx=64, n_seq=3, n_batch=48, shared=shared)
+        backend = open_backend(n_ctx=64, n_seq=3, n_batch=48, shared=sharing)
         parts = [tokens[:7], tokens[7:18], tokens[18:20]]
         alone = []
         for part in parts:
@@ -431,7 +431,9 @@ class BackendContract:
         ids = backend.encode(MULTILINGUAL)
         assert ids.dtype == np.int32
         assert backend.decode(ids) == MULTILINGUAL
-        assert b"".join(backend.piece_bytes(int(i)) for i in ids) == MULTILINGUAL.encode()
+        # A tokenizer of SentencePiece may begin a text with a space of its own.
+        pieces = b"".join(backend.piece_bytes(int(i)) for i in ids)
+        assert pieces.removeprefix(b" ") == MULTILINGUAL.encode()
         assert len(backend.encode("")) == 0
         assert backend.decode([]) == ""
 
@@ -467,7 +469,8 @@ class BackendContract:
         assert sum(loaded.runtime.kernels.values()) > 0
         memory = backend.memory()
         assert 0 < memory.process <= memory.process_peak
-        assert 0 <= memory.device_allocated <= memory.device_reserved <= memory.device_peak
+        assert 0 <= memory.device_allocated <= memory.device_reserved
+        assert memory.device_allocated <= memory.device_peak
 
     def test_counters_count_and_reset_forgets(self, backend: Backend, tokens: Tokens) -> None:
         zero = backend.counters()

@@ -69,3 +69,19 @@ def test_it_is_measured_in_a_child_whose_buffer_is_not_ours() -> None:
     samples = run_in_child("quantlab.bench.bandwidth:work", {"threads": 1})
     assert len(samples) == bandwidth.PASSES
     assert hardware.peak_process_bytes() - before < 64 * 2**20
+
+
+@pytest.mark.gpu
+def test_the_bandwidth_of_a_device_is_that_of_its_memory() -> None:
+    torch = pytest.importorskip("torch")
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    samples = run_in_child("quantlab.bench.bandwidth:work", {"kind": "cuda", "threads": 1})
+    assert len(samples) == bandwidth.PASSES
+    # No device that runs torch has less; none has more than 20 TB/s.
+    assert 50e9 < bandwidth.best(samples) < 20e12
+
+
+def test_a_device_that_is_not_there_has_no_bandwidth(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert run_in_child("quantlab.bench.bandwidth:work", {"kind": "cuda", "threads": 1}) == []

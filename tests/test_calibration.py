@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import msgspec
 import numpy as np
 import pytest
@@ -16,11 +18,13 @@ from quantlab.quantize.calibration import (
     Template,
     _counts,
     build,
-    language_notices,
     load_parts,
-    speaks_chinese,
+    of_tokenizer,
 )
+from quantlab.quantize.chinese import language_notices, speaks_chinese
 from quantlab.quantize.spec import QuantizeSpec
+from quantlab.quantize.torch_work import Samples
+from tests.hf_folders import TRAINING_TEXT, sentencepiece_tokenizer, write_folder
 
 LENGTH = 16
 TURNS = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "a longer answer to it"}]
@@ -103,7 +107,7 @@ def test_counts_never_ask_for_more_than_there_is(parts: list[tuple[float, int]],
     assert sum(counts) <= max(samples or 128, len(parts))
 
 
-def render(template: str, conversations: int = 3) -> tuple[list[str], Calibration]:
+def render(template: str, conversations: int = 1) -> tuple[list[str], Calibration]:
     seen: list[str] = []
 
     def spy(text: str, special: bool) -> list[int]:
@@ -122,7 +126,7 @@ def test_conversations_are_rendered_by_the_models_own_template() -> None:
     [text], calibration = render(
         "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{{ eos_token }}"
     )
-    assert text == "<s>[user]question[assistant]a longer answer to it</s>" * 3
+    assert text == "<s>[user]question[assistant]a longer answer to it</s>"
     assert calibration.notices == []
 
 
@@ -188,3 +192,129 @@ def test_chinese_is_seen_in_names_and_in_byte_level_vocabularies() -> None:
     assert speaks_chinese("model", ["▁the"] * 90 + ["中国"] * 10)
     assert speaks_chinese("Qwen2.5-0.5B", [])
     assert not speaks_chinese("model", [])
+
+
+LETTERS = "".join(chr(0x100 + i) for i in range(48))
+CHATML = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<end>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def masked(template: str, *conversations: list[dict[str, str]]) -> tuple[str, Calibration]:
+    """A build in which a character is a token; returns the characters whose loss counts."""
+    corpus = Corpus("chat", "0" * 64, False, [], list(conversations))
+    calibration = build(
+        [(corpus, 1.0)],
+        lambda text, _: [ord(c) for c in text],
+        samples=None,
+        length=16,
+        seed=0,
+        bos=None,
+        template=Template(template, "", ""),
+        offsets=lambda text: [(i, i + 1) for i in range(len(text))],
+    )
+    chosen = zip(calibration.windows.ravel(), calibration.mask.ravel(), strict=True)
+    return "".join(chr(token) for token, counts in chosen if counts), calibration
+
+
+def test_only_what_the_assistant_says_counts_in_the_loss() -> None:
+    turns = [
+        {"role": "system", "content": "be brief"}, {"role": "user", "content": "question"},
+        {"role": "assistant", "content": "ABCDEFG"}, {"role": "user", "content": "again"},
+        {"role": "assistant", "content": "HIJKL" + "M" * 40},
+    ]  # fmt: skip
+    said, calibration = masked(CHATML, turns)
+    # Windows come in a drawn order.
+    assert set(said) <= set("ABCDEFGHIJKLM<end>")
+    assert said.count("M") > 20
+    assert 0 < calibration.record["loss_tokens"] == len(said) < calibration.windows.size
+    assert calibration.mask.shape == calibration.windows.shape
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for m in messages %}{% if loop.last %}{{ m.content }}{% else %}x{% endif %}{% endfor %}" + "y" * 16,
+        "{% if messages|length < 2 %}{{ raise_exception('short') }}{% endif %}{{ messages[-1].content * 4 }}",
+    ],
+    ids=["rewrites earlier turns", "refuses a part"],
+)
+def test_where_turns_cannot_be_told_apart_all_counts(template: str) -> None:
+    _, calibration = masked(template, TURNS)
+    assert calibration.mask.all()
+    assert "loss_tokens" not in calibration.record
+    assert "calibration-mask" in {notice.code for notice in calibration.notices}
+
+
+def test_answers_are_found_where_a_template_drops_something_of_earlier_turns() -> None:
+    # As qwen3's: only the last answer has its thoughts.
+    template = (
+        "{% for m in messages %}<|{{ m.role }}|>{% if loop.last and m.role == 'assistant' %}(hm){% endif %}"
+        "{% generation %}{{ m.content }}{% endgeneration %}<end>{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    turns = [*TURNS, {"role": "user", "content": "and now?"}, {"role": "assistant", "content": LETTERS}]
+    said, calibration = masked(template, turns)
+    assert set(said) <= set("a longer answer to it" + LETTERS)
+    assert len(set(said) & set(LETTERS)) > 30
+    assert "calibration-mask" not in {notice.code for notice in calibration.notices}
+
+
+def test_windows_without_an_answer_are_left_out() -> None:
+    user = "".join(chr(0x400 + i) for i in range(70))
+    said, calibration = masked(CHATML, [{"role": "user", "content": user}, {"role": "assistant", "content": LETTERS}])
+    assert calibration.mask.any(axis=1).all()
+    assert len(set(said) & set(LETTERS)) > 30
+    assert "calibration-left-out" in {notice.code for notice in calibration.notices}
+    with pytest.raises(QuantlabError, match="anything new or an answer"):
+        masked(CHATML, [{"role": "user", "content": user}, {"role": "assistant", "content": ""}])
+
+
+def test_equal_windows_are_taken_once_also_of_two_texts() -> None:
+    parts = [(text_of(0, 4 * LENGTH), 1.0), (text_of(2 * LENGTH, 8 * LENGTH), 1.0)]
+    calibration = built(parts, samples=None)
+    firsts = calibration.windows[:, 0].tolist()
+    assert len(firsts) == len(set(firsts)) == 2 * 4
+    [notice] = calibration.notices
+    assert notice.code == "calibration-duplicates"
+    assert "2 windows" in notice.message
+
+
+@pytest.mark.parametrize("bos", [True, False])
+def test_windows_in_the_ids_of_a_transformers_tokenizer(bos: bool, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    template = "{% for m in messages %}<s>{{ m.role }}:{{ m.content }}</s>{% endfor %}"
+    config = {"bos_token": "<s>", "eos_token": "</s>", "chat_template": template, "model_max_length": 32}
+    tokenizer = sentencepiece_tokenizer(bos=bos)
+    write_folder(tmp_path / "m", "llama", model_type="llama", tokenizer=tokenizer, tokenizer_config=config)
+    loaded = transformers.AutoTokenizer.from_pretrained(tmp_path / "m")
+    docs = Corpus("docs", "0" * 64, False, [TRAINING_TEXT + str(i) for i in range(9)])
+    answer = "the wind turns the mill and the kettle sings " * 3
+    chat = Corpus(
+        "chat", "1" * 64, False, [], [[TURNS[0], {"role": "assistant", "content": f"{answer}{i}"}] for i in range(9)]
+    )
+    drawn = of_tokenizer(Samples([(docs, 1.0), (chat, 1.0)], 8, 32, 0), loaded)
+    assert drawn.windows.shape == drawn.mask.shape == (8, 32)
+    assert (drawn.windows[:, 0] == loaded.bos_token_id).all() or not bos
+    assert loaded.model_max_length == 32
+    plain = drawn.mask.all(axis=1)
+    assert plain.sum() >= 4
+    said = loaded.decode(drawn.windows[~plain][drawn.mask[~plain] > 0])
+    assert "kettle" in said
+    assert "question" not in said
+    assert "question" in loaded.decode(drawn.windows[~plain].ravel())
+
+
+def test_repeated_texts_are_taken_once_and_told() -> None:
+    texts = ["one text of some length", "another text, longer", "one text of some length"]
+    corpus = Corpus("docs", "0" * 64, False, texts)
+    seen: list[str] = []
+
+    def encode(text: str, _: bool) -> list[int]:
+        seen.append(text)
+        return list(range(64))
+
+    calibration = build([(corpus, 1.0)], encode, samples=None, length=16, seed=0, bos=None, template=None)
+    assert seen[0].count("one text") == 1
+    assert [notice.code for notice in calibration.notices] == ["calibration-duplicates"]

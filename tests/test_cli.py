@@ -45,7 +45,7 @@ def test_help_imports_nothing_heavy() -> None:
     assert out.rstrip().endswith("[]")
 
 
-@pytest.mark.parametrize("command", ["doctor", "quantize", "inspect", "bench", "ppl", "compare", "run"])
+@pytest.mark.parametrize("command", ["doctor", "quantize", "engines", "inspect", "bench", "ppl", "compare", "run"])
 def test_every_command_has_help(command: str) -> None:
     from quantlab.cli.app import app
 

@@ -435,6 +435,71 @@ def test_runtimes_of_their_own_versions_are_alike():
     assert compare([bench("f16", F16, [1.0]), bench("AWQ", Q4, [0.5], runtime=torch)])
 
 
+TORCH = REPLACE(RUNTIME, name="torch", version="2.13", device="cuda", dtype="float16", threads=16)
+
+
+def test_two_runtimes_are_compared_and_named():
+    results = [bench("f16", F16, [1.0, 1.1]), bench("AWQ", REPLACE(Q4, method="awq"), [0.5, 0.55], runtime=TORCH)]
+    comparison = compare(results)
+    assert value(comparison, "AWQ", "tpot").verdict == "better"
+    assert comparison.notes == [
+        "speed was measured in unlike runtimes, so that a difference is not of the weights alone: `f16` in llama.cpp "
+        "on cpu; `AWQ` in torch float16 on cuda"
+    ]
+    table = tabulate(comparison)
+    titles = [head.title for head in table.heads]
+    assert titles[:3] == ["model", "method", "runtime"]
+    assert [[str(entry) for entry in row[:3]] for row in table.rows] == [
+        ["f16", "none", "llama.cpp"],
+        ["AWQ", "awq", "torch float16"],
+    ]
+    assert table.keys == 1
+
+
+def test_one_runtime_has_no_column_and_packages_do_not_matter():
+    without, beside = REPLACE(ENV, packages={"numpy": "2"}), REPLACE(ENV, packages={"numpy": "2", "torch": "2.13"})
+    comparison = compare([bench("f16", F16, [1.0], env=without), bench("Q4", Q4, [1.0], env=beside)])
+    assert comparison.notes == []
+    assert not {"method", "runtime"} & {head.title for head in tabulate(comparison).heads}
+    alike = compare([bench(name, m, [1.0], runtime=TORCH) for name, m in (("f16", F16), ("Q4", Q4))])
+    assert "runtime" not in {head.title for head in tabulate(alike).heads}
+    assert "computed by torch float16 on cuda" in tabulate(alike).notes
+
+
+def test_two_dtypes_of_one_content_are_two_rows():
+    wide = REPLACE(TORCH, dtype="float32")
+    awq = REPLACE(Q4, method="awq")
+    results = [
+        result("quantize", "AWQ", awq),
+        bench("f16", F16, [1.0, 1.1], runtime=TORCH),
+        bench("AWQ", awq, [0.5, 0.6], runtime=TORCH),
+        bench("AWQ", awq, [0.9, 1.0], runtime=wide),
+        ppl("AWQ", awq, NLL, runtime=wide),
+    ]
+    comparison = compare(results)
+    assert labels(comparison) == ["f16", "AWQ float16", "AWQ float32"]
+    assert (
+        value(comparison, "AWQ float16", "tpot").ratio.estimate
+        < value(comparison, "AWQ float32", "tpot").ratio.estimate
+    )
+    assert all(r.artifact.quantize is results[0] for r in comparison.rows[1:])
+    with pytest.raises(UsageError, match="label of 2 artifacts"):
+        compare(results, baseline="AWQ")
+    assert compare(results, baseline="AWQ float32").baseline == "AWQ float32"
+
+
+def test_device_memory_has_a_column_where_a_device_was_used():
+    def titles(*numbers: float) -> list[str]:
+        found = [
+            bench(name, m, [], measurements=measured(tpot=[1.0, 1.1], peak_device_bytes=n))
+            for (name, m), n in zip((("f16", F16), ("Q4", Q4)), numbers, strict=True)
+        ]
+        return [head.title for head in tabulate(compare(found)).heads]
+
+    assert "peak device memory" in titles(2e9, 1e9)
+    assert "peak device memory" not in titles(0, 0)
+
+
 def test_quality_does_not_depend_on_the_machine():
     results = [ppl("f16", F16, NLL), ppl("Q4", Q4, NLL, env=REPLACE(ENV, cpu="Other CPU"))]
     assert value(compare(results), "Q4", "ppl").ratio.estimate == pytest.approx(1)

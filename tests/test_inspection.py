@@ -146,11 +146,6 @@ def test_a_real_folder(stories: Path) -> None:
     assert outcome.details["tokenizer"]["embedding_rows"] == 512
 
 
-def test_a_quantized_folder_is_named(tmp_path: Path) -> None:
-    config = {"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 64}}
-    assert inspect(folder(tmp_path / "m", config)).details["scheme"] == "gptq 4 bits group 64"
-
-
 def test_faults_of_a_folder(tmp_path: Path) -> None:
     assert "tied-head-duplicated" in codes(inspect(folder(tmp_path / "a", head=True)))
     untied = inspect(folder(tmp_path / "b", {"tie_word_embeddings": False}, head=True))

@@ -157,7 +157,7 @@ def test_artifacts_of_one_type_are_all_measured(tiny: Path) -> None:
     assert run(tiny) == first
     recipe = (tiny / "tiny.yaml").read_text()
     (tiny / "tiny.yaml").write_text(recipe.replace(f"against: {tiny}/part.gguf", "against: Q8_0"))
-    with pytest.raises(UsageError, match="type of several artifacts"):
+    with pytest.raises(UsageError, match="names several artifacts"):
         run(tiny)
 
 
@@ -204,7 +204,7 @@ def test_a_prompt_file_is_read_in_a_recipe_too(tiny: Path) -> None:
 def test_results_of_one_step_have_its_start_and_keep_their_order(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QUANTLAB_CACHE", str(tiny / "cache"))
     lab = Lab(Store(tiny / "runs"), offline=True)
-    models = [lab.runnable(str(tiny / "model"))]
+    models = [lab.runnables([str(tiny / "model")], {})[0]]
     models += [msgspec.structs.replace(models[0], label=label) for label in ("b", "a", "c")]
     [step] = bench_steps(models, {"prompt_tokens": [16], "new_tokens": 4, "repeats": 2})
     results = lab.execute(step)
@@ -314,16 +314,16 @@ def test_results_come_back_as_they_were_stored(tiny: Path) -> None:
 
 def test_a_damaged_conversion_in_the_cache_is_made_again(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QUANTLAB_CACHE", str(tiny / "cache"))
-    first = Lab(None).runnable(str(tiny / "model"))
+    first = Lab(None).runnables([str(tiny / "model")], {})[0]
     made = Path(first.path).stat().st_mtime_ns
-    assert Lab(None).runnable(str(tiny / "model")) == first
+    assert Lab(None).runnables([str(tiny / "model")], {})[0] == first
     assert Path(first.path).stat().st_mtime_ns == made
     with Path(first.path).open("r+b") as file:
         file.seek(-1, os.SEEK_END)
         file.write(b"\x01")
-    assert Lab(None).runnable(str(tiny / "model")) == first
+    assert Lab(None).runnables([str(tiny / "model")], {})[0] == first
     Path(f"{first.path}.json").write_text("{}")
-    assert Lab(None).runnable(str(tiny / "model")) == first
+    assert Lab(None).runnables([str(tiny / "model")], {})[0] == first
 
 
 def test_two_runs_convert_a_folder_once(tiny: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import dataclasses
 import itertools
 import os
 import signal
@@ -12,21 +13,24 @@ from types import SimpleNamespace
 
 import gguf
 import msgspec
+import numpy as np
 import psutil
 import pytest
 
-from quantlab.bench import contention, notices, workloads
+from quantlab.bench import cell, contention, metrics, notices, residency, workloads
 from quantlab.bench.cell import Job, work
 from quantlab.bench.contention import Contention
 from quantlab.bench.latency import run
 from quantlab.bench.spec import BenchSpec
 from quantlab.core import hardware
-from quantlab.core.artifact import content_sha256
+from quantlab.core.artifact import content_sha256, model_info
 from quantlab.core.errors import QuantlabError, UsageError
+from quantlab.core.hf_config import kv_values_per_token
 from quantlab.core.model import ModelFile
-from quantlab.core.result import Measurement, Outcome, RuntimeInfo
-from quantlab.runtime.backend import Capacity, Generation, Loaded, Request
+from quantlab.core.result import Measurement, ModelInfo, Outcome, RuntimeInfo, TensorType
+from quantlab.runtime.backend import Capacity, Generation, Loaded, Memory, Request
 from quantlab.runtime.llamacpp import LlamaCppBackend, opened
+from tests.hf_folders import write_folder
 from tests.tiny_gguf import write_gguf
 
 CONTRACT = {
@@ -165,6 +169,40 @@ def test_a_model_is_ready_when_it_is_warm(tiny: ModelFile, monkeypatch: pytest.M
     assert len(set(prompts)) == 5, "no repetition sees a prompt again"
 
 
+class TwoWays:
+    """A backend that decodes in two ways; its memory is the number of calls so far."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def reset(self) -> None:
+        self.calls.append("reset")
+
+    def generate(self, requests: list[Request]) -> list[Generation]:
+        self.calls.append("generate")
+        return [Generation(0.0, [1, 2], [1.0, 2.0]) for _ in requests]
+
+    def generate_plain(self, requests: list[Request]) -> list[Generation]:
+        self.calls.append("plain")
+        return [Generation(0.0, [1, 2], [1.0, 4.0]) for _ in requests]
+
+    def memory(self) -> Memory:
+        return Memory(*[len(self.calls)] * 5)
+
+
+def test_a_second_way_to_decode_runs_in_each_repetition_and_not_in_the_peak(tiny: ModelFile) -> None:
+    backend = TwoWays()
+    both = cell._Cell(backend, spec(tiny))  # type: ignore[arg-type]
+    prompts = [np.array([1, 2], np.int32)] * 2
+    repeated = [both.repeat(prompts) for _ in range(2)]
+    assert backend.calls == ["reset", "generate", "reset", "plain"] * 2
+    assert both.memory == Memory(2, 2, 2, 2, 2)
+    plain = metrics.plain_measurements([one.plain for one in repeated])
+    assert plain == {"tpot_generate": Measurement("s", "lower", [3.0] * 4, 2)}
+    assert [g.times_s for g in repeated[0].generations] == [[1.0, 2.0]] * 2
+    assert metrics.plain_measurements([]) == {}
+
+
 def test_each_cell_is_a_session_of_its_own(tiny: ModelFile) -> None:
     outcomes = list(run(spec(tiny, prompt_tokens=[6, 12], batch=[1, 2], repeats=1)))
     cells = [(o.details["prompt_tokens"], o.details["batch"]) for o in outcomes]
@@ -276,10 +314,31 @@ def test_models_that_do_not_fit_together_run_alone(trio: list[ModelFile], monkey
         assert "not-interleaved" in codes(outcome)
 
 
-def test_a_folder_is_refused(tmp_path: Path) -> None:
-    folder = ModelFile(str(tmp_path), "folder", "org/name", "0")
-    with pytest.raises(QuantlabError, match="org/name"):
-        list(run(spec(folder)))
+def test_what_models_need_decides_whether_they_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_folder(tmp_path / "folder", "llama", kind="F16")
+    files = [model(tmp_path / "folder")] * 2
+    infos = [model_info(file) for file in files]
+    width, n_kv = 4, kv_values_per_token(tmp_path / "folder")
+    tokens = 2 * (12 + 5)
+
+    def fits(free: float, **options: object) -> bool:
+        monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=free))
+        return residency.together(spec(*files, batch=[2], **options), infos) == [[0, 1]]
+
+    monkeypatch.setattr(hardware, "nvidia_free_bytes", lambda: None)
+    # On a CPU 16 bits become 32, of weights and of K and V; half of the memory is left alone.
+    weights = 8 * infos[0].size_bytes / infos[0].bits_per_weight * width
+    need = 2 * 2 * (weights + n_kv * width * tokens)
+    assert fits(need + 1)
+    assert not fits(need - 1)
+    assert fits(0.51 * need, dtype="bfloat16")
+    # On a GPU they stay as they are, and its own memory counts.
+    monkeypatch.setattr(hardware, "nvidia_free_bytes", lambda: int(0.51 * need))
+    assert fits(0)
+    assert not fits(0, dtype="float32", device="cpu")
+    monkeypatch.setattr(hardware, "nvidia_free_bytes", lambda: 1000)
+    assert not fits(1e12)
+    assert fits(1e12, device="cpu")
 
 
 def test_progress_ends_at_its_total(tiny: ModelFile) -> None:
@@ -319,6 +378,42 @@ def test_notices_of_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
     batch = Measurement("s", "lower", [1.0, 3.0, 1.0, 3.0, 1.0, 3.0], 2)
     assert told(batch, seconds(0.5)) == []
     assert list(notices.of_measurements({}, loaded(1))) == []
+
+
+def test_notices_of_loading(monkeypatch: pytest.MonkeyPatch) -> None:
+    def told(kind: str, device: str, capability: float | None, *, decompressed: int = 0) -> list[str]:
+        monkeypatch.setattr(hardware, "nvidia_capability", lambda: capability)
+        runtime = RuntimeInfo("torch", "2", device, "float32", {}, 1)
+        found = dataclasses.replace(
+            loaded(1), runtime=runtime, decompressed={kind: decompressed} if decompressed else {}
+        )
+        info = ModelInfo("m", "safetensors", "x", 1, 8.0, {kind: TensorType(3, 30), "F16": TensorType(1, 1)})
+        notices_ = list(notices.of_loading(found, info))
+        messages.extend(notice.message for notice in notices_)
+        return [notice.code for notice in notices_]
+
+    messages: list[str] = []
+    assert told("I32", "cpu", None) == []
+    assert told("I32", "cuda", 8.6, decompressed=210) == ["decompressed-at-load"]
+    assert messages[-1].startswith(
+        "210 layers are stored as packed integers and computed after decompression to float32"
+    )
+    assert told("F8_E4M3", "cpu", None, decompressed=3) == ["decompressed-at-load", "fp8-fallback"]
+    assert messages[-1] == "`cpu` has no FP8 arithmetic: weights are decompressed to float32"
+    assert told("F8_E4M3", "cuda", 8.6) == ["fp8-fallback"]
+    assert messages[-1].startswith("compute capability 8.6 has no FP8 arithmetic")
+    assert told("F8_E4M3", "cuda", 8.9) == []
+    assert told("F8_E4M3", "cuda", 9.0) == []
+
+
+def test_a_slow_plain_loop_is_called_overhead() -> None:
+    def told(plain: float) -> list[str]:
+        found = {"tpot": seconds(0.01, 0.01), "tpot_generate": seconds(plain, plain), "tpot_floor": seconds(0.001)}
+        return [n.message for n in notices.of_measurements(found, loaded(10**12)) if n.code == "launch-overhead"]
+
+    assert told(0.009) == told(0.012) == []
+    (message,) = told(0.02)
+    assert message.startswith("plain `generate` takes 20.0 ms a token where the model itself takes 10.0 ms: 50% is")
 
 
 def test_notices_of_settings_and_generations(monkeypatch: pytest.MonkeyPatch, tiny: ModelFile) -> None:

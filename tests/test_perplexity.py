@@ -358,13 +358,6 @@ def test_a_text_shorter_than_a_window(tiny: Path, tmp_path: Path):
         run(PplSpec(model=file(tiny), data=str(path), device="cpu", threads=1))
 
 
-def test_a_folder_is_not_measured_but_the_way_is_shown(tmp_path: Path):
-    folder = ModelFile(str(tmp_path), "m", "m", "0" * 64)
-    with pytest.raises(QuantlabError, match="`m` is a folder") as caught:
-        run(PplSpec(model=folder))
-    assert "quantlab quantize m --method gguf --type F16" in caught.value.hint
-
-
 def test_wrong_use_is_found_before_anything_is_opened():
     with pytest.raises(UsageError, match="no stride"):
         run(PplSpec(model=ModelFile("/nowhere.gguf", "m", "m", "0"), stride=5))

@@ -315,7 +315,7 @@ def test_a_file_in_the_place_of_the_record_is_kept_unless_forced(wide: Path, tmp
         ({"type": "Q4_K_N"}, "unknown type `Q4_K_N`"),
         ({"type": "IQ2_XS"}, "needs an importance matrix"),
         ({"type": "IQ3_XXS"}, "needs an importance matrix"),
-        ({"method": "awq"}, "not built by this version"),
+        ({"method": "awq"}, "`awq` writes a folder"),
         ({"method": "guff"}, "unknown method `guff`"),
         ({"type": "F16", "imatrix": True}, "does nothing for `F16`"),
         ({"type": "F16", "skip": ["q"]}, "does nothing for `F16`"),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -13,7 +15,17 @@ import psutil
 import pytest
 
 from quantlab.core.errors import QuantlabError
+from quantlab.runtime import worker as module
 from quantlab.runtime.worker import Channel, Worker, run_in_child
+
+HERE = "tests.test_worker"
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(autouse=True)
+def _importable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The working directory is not searched by children; these tests are."""
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
 
 
 def echo(spec: object, channel: Channel) -> object:
@@ -48,7 +60,21 @@ def sleep(spec: object, channel: Channel) -> object:
     return None
 
 
-HERE = "tests.test_worker"
+def where(spec: str, channel: Channel) -> object:
+    """The interpreter, its search path, and where a module lies (None: not to be found)."""
+    found = importlib.util.find_spec(spec)
+    return [sys.executable, sys.path, found and found.origin]
+
+
+def hoard(spec: object, channel: Channel) -> object:
+    resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30))
+    return len(bytearray(1 << 33))
+
+
+def allocate_in_torch(spec: object, channel: Channel) -> object:
+    import torch
+
+    return torch.empty(1 << 50).shape
 
 
 def test_result_and_progress_come_back_and_prints_do_not() -> None:
@@ -110,6 +136,71 @@ def test_a_killed_parent_takes_its_child_along(tmp_path: Path) -> None:
 
 
 def test_a_parent_killed_in_the_middle_of_a_message_takes_its_child_along() -> None:
-    command = [sys.executable, "-m", "quantlab.runtime.worker", f"{HERE}:echo"]
+    command = [sys.executable, "-c", module._BOOT, str(module._INIT), f"{HERE}:echo"]
     child = subprocess.run(command, input=b'{"text": "half a mess', capture_output=True, timeout=30, check=False)
     assert child.returncode == 1
+
+
+def test_a_module_in_the_working_directory_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "numpy.py").write_text("raise SystemExit('the wrong numpy')")
+    (tmp_path / "quantlab.py").write_text("raise SystemExit('the wrong quantlab')")
+    monkeypatch.chdir(tmp_path)
+    executable, path, numpy = run_in_child(f"{HERE}:where", "numpy")
+    assert executable == sys.executable
+    assert not {"", ".", str(tmp_path)} & set(path)
+    assert Path(numpy).name == "__init__.py"
+
+
+@pytest.fixture
+def other_python(tmp_path: Path) -> Path:
+    """An environment without packages."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "env")], check=True)
+    return tmp_path / "env" / "bin" / "python"
+
+
+def give(python: Path, *names: str) -> None:
+    """Let another environment see these packages of ours, and no others."""
+    [site] = python.parents[1].glob("lib/python*/site-packages")
+    for name in names:
+        package = importlib.util.find_spec(name)
+        assert package is not None
+        assert package.origin is not None
+        (site / name).symlink_to(Path(package.origin).parent)
+
+
+def test_another_interpreter_runs_quantlab_but_sees_none_of_our_packages(other_python: Path) -> None:
+    give(other_python, "msgspec", "psutil")
+    [site] = other_python.parents[1].glob("lib/python*/site-packages")
+    (site / "beside.py").write_text(
+        "import importlib.util, sys\nimport quantlab\n"
+        "def work(spec, channel):\n"
+        "    return [sys.prefix, quantlab.__file__, [n for n in spec if importlib.util.find_spec(n)]]\n"
+    )
+    said = run_in_child("beside:work", ["msgspec", "typer", "rich", "tests", "numpy"], python=other_python)
+    assert said == [str(other_python.parents[1]), str(ROOT / "quantlab" / "__init__.py"), ["msgspec"]]
+
+
+def test_an_environment_that_cannot_run_quantlab_is_named(other_python: Path) -> None:
+    with pytest.raises(
+        QuantlabError, match=r"env/bin/python` cannot run quantlab: No module named 'msgspec'$"
+    ) as caught:
+        # More than a pipe holds: the child is gone before it was read.
+        run_in_child("beside:work", "x" * 1_000_000, python=other_python)
+    assert "quantlab engines" in caught.value.hint
+
+
+def test_an_interpreter_that_is_gone_is_named(tmp_path: Path) -> None:
+    with pytest.raises(QuantlabError, match="none/python: No such file or directory"):
+        run_in_child("beside:work", "x" * 1_000_000, python=tmp_path / "none" / "python")
+
+
+def test_a_child_without_memory_says_so() -> None:
+    with pytest.raises(QuantlabError, match=r"^out of memory") as caught:
+        run_in_child(f"{HERE}:hoard", None)
+    assert "smaller model" in caught.value.hint
+
+
+def test_torch_without_memory_says_so() -> None:
+    pytest.importorskip("torch")
+    with pytest.raises(QuantlabError, match=r"^out of memory: .*you tried to allocate"):
+        run_in_child(f"{HERE}:allocate_in_torch", None)

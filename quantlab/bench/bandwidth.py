@@ -1,7 +1,8 @@
-"""The memory's read bandwidth with N threads, for the lower bound of a decode step.
+"""The memory's bandwidth, for the lower bound of a decode step: of a CPU's with N threads, or of a CUDA device's.
 
-libc's memchr looks for a byte that does not occur: it reads every cache line once with vector instructions, writes
-nothing, and ctypes releases the GIL around it.
+On a CPU libc's memchr looks for a byte that does not occur: it reads every cache line once with vector instructions,
+writes nothing, and ctypes releases the GIL around it. On a device a large block is copied within its memory: what is
+read and written counts, as in the figures of its maker.
 """
 
 from __future__ import annotations
@@ -9,8 +10,9 @@ from __future__ import annotations
 import ctypes
 import threading
 import time
-from typing import Any
+from typing import Any, Literal
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -19,11 +21,21 @@ from quantlab.core import hardware
 PASSES = 32
 _LEAST_BYTES = 256 * 2**20
 _CACHE_MULTIPLE = 4
+# Many times the cache of any device, copied in under a millisecond.
+_DEVICE_BYTES = 2**30
 
 
-def work(spec: dict[str, int], _: Any) -> list[float]:
-    """Measure in a child process, whose buffer counts in nobody's peak."""
-    return measure(spec["threads"])
+class Where(msgspec.Struct, frozen=True):
+    """The memory to measure; `threads` are those that read a CPU's."""
+
+    threads: int
+    kind: Literal["cpu", "cuda"] = "cpu"
+
+
+def work(where: Any, _: Any) -> list[float]:
+    """Measure in a child process, whose buffer counts in nobody's peak; empty where there is no such memory."""
+    where = msgspec.convert(where, Where)
+    return measure(where.threads) if where.kind == "cpu" else measure_cuda()
 
 
 def best(samples: list[float]) -> float:
@@ -57,6 +69,30 @@ def measure(threads: int, size: int | None = None) -> list[float]:
         reader.join()
     passes = zip(*spans, strict=True)
     return [buffer.nbytes / (max(end for _, end in one) - min(begin for begin, _ in one)) for one in passes]
+
+
+def measure_cuda() -> list[float]:
+    """Bytes per second of copies within the memory of the CUDA device that torch takes; empty where it finds none.
+
+    CUDA events stand around each copy, so that its launch is not in the time.
+    """
+    try:
+        import torch
+    except ModuleNotFoundError:
+        return []
+    if not torch.cuda.is_available():
+        return []
+    source = torch.ones(min(_DEVICE_BYTES, torch.cuda.mem_get_info()[0] // 4), dtype=torch.uint8, device="cuda")
+    target = source.clone()
+    samples = []
+    for _ in range(PASSES):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        target.copy_(source)
+        end.record()
+        end.synchronize()
+        samples.append(2 * source.nbytes / (begin.elapsed_time(end) / 1000))
+    return samples
 
 
 def _read(part: npt.NDArray[np.uint8], barrier: threading.Barrier, spans: list[tuple[float, float]]) -> None:

@@ -1,12 +1,17 @@
 """The child process of one model in one cell: it loads and warms up, then repeats whenever the parent says so.
 
 Its peak memory is the model's: what Python and the libraries hold before the load is subtracted by the parent.
+
+A backend may have a second way to decode, its library's plain `generate`; then both run in every repetition, so that
+what the library costs a token stands beside what the model does.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Protocol, runtime_checkable
 
 import msgspec
 
@@ -37,18 +42,31 @@ class Ready(msgspec.Struct, frozen=True):
 
 
 class Repeated(msgspec.Struct, frozen=True):
-    """One repetition: a Generation for each request, and the CPU seconds of this process."""
+    """One repetition: a Generation for each request, and the CPU seconds of this process.
+
+    `plain` holds the same requests decoded by the library's own loop, where it has one.
+    """
 
     generations: list[Generation]
     cpu_s: float
+    plain: list[Generation] = []
+
+
+@runtime_checkable
+class DecodesPlainly(Protocol):
+    """A backend with a second way to decode: its library's own loop."""
+
+    def generate_plain(self, requests: Sequence[Request]) -> list[Generation]:
+        """Greedy decoding as the library's users call it."""
 
 
 def work(job_json: object, channel: Channel) -> Memory:
     """Send Ready; then for each number received run that repetition and send Repeated; end at None with the peaks."""
-    from quantlab.runtime.llamacpp import opened
+    from quantlab.runtime.loading import import_runtime, opened
 
     job = msgspec.convert(job_json, Job)
     spec, path = job.spec, Path(job.spec.models[job.model].path)
+    import_runtime(path)
     before = hardware.process_bytes()
     batch = spec.batch[0]
     capacity = Capacity(
@@ -59,21 +77,24 @@ def work(job_json: object, channel: Channel) -> Memory:
         n_outputs=batch,
         shared=False,
     )
-    with opened(path, capacity, device=spec.device, threads=spec.threads) as backend:
+    # A GGUF file's types are its own.
+    dtype = spec.dtype if path.is_dir() else "auto"
+    with opened(path, capacity, device=spec.device, dtype=dtype, threads=spec.threads) as backend:
         prompts = workloads.prompts(backend, spec)
+        cell = _Cell(backend, spec)
         for k in range(spec.warmup):
-            _repeat(backend, spec, prompts[k])
+            cell.repeat(prompts[k])
         flat = [prompt for of_batch in prompts[spec.warmup :] for prompt in of_batch]
         ready = Ready(backend.describe(), len(flat[0]), workloads.ids_sha256(flat), before)
         channel.send("ready", msgspec.to_builtins(ready))
         while (k := channel.receive()) is not None:
-            channel.send("repeated", msgspec.to_builtins(_repeat(backend, spec, prompts[spec.warmup + k])))
-        return backend.memory()
+            channel.send("repeated", msgspec.to_builtins(cell.repeat(prompts[spec.warmup + k])))
+        return cell.memory or backend.memory()
 
 
 def _prompt_length(spec: BenchSpec, path: Path) -> int:
     """Tokens of each prompt; for a prompt as it is, the tokenizer must be asked before the context can be made."""
-    from quantlab.runtime.llamacpp import opened
+    from quantlab.runtime.loading import opened
 
     if spec.prompt_tokens:
         return spec.prompt_tokens[0]
@@ -81,9 +102,22 @@ def _prompt_length(spec: BenchSpec, path: Path) -> int:
         return len(workloads.prompts(backend, spec)[0][0])
 
 
-def _repeat(backend: Backend, spec: BenchSpec, prompts: list[Tokens]) -> Repeated:
-    backend.reset()
-    requests = [Request(prompt, spec.new_tokens, ignore_eos=spec.ignore_eos) for prompt in prompts]
-    before = time.process_time()
-    generations = backend.generate(requests)
-    return Repeated(generations, time.process_time() - before)
+class _Cell:
+    """Runs repetitions; `memory` is that before the first plain decoding, whose KV cache is another."""
+
+    def __init__(self, backend: Backend, spec: BenchSpec) -> None:
+        self._backend, self._spec = backend, spec
+        self.memory: Memory | None = None
+
+    def repeat(self, prompts: list[Tokens]) -> Repeated:
+        backend, spec = self._backend, self._spec
+        backend.reset()
+        requests = [Request(prompt, spec.new_tokens, ignore_eos=spec.ignore_eos) for prompt in prompts]
+        before = time.process_time()
+        generations = backend.generate(requests)
+        plain: list[Generation] = []
+        if isinstance(backend, DecodesPlainly):
+            self.memory = self.memory or backend.memory()
+            backend.reset()
+            plain = backend.generate_plain(requests)
+        return Repeated(generations, time.process_time() - before, plain)

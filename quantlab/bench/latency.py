@@ -11,38 +11,38 @@ import functools
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import msgspec
-import psutil
 
 from quantlab.bench import bandwidth, metrics, notices
 from quantlab.bench.cell import Job, Ready, Repeated
 from quantlab.bench.contention import Contention
+from quantlab.bench.residency import together
 from quantlab.bench.spec import BenchSpec
 from quantlab.bench.workloads import ids_sha256
 from quantlab.core import hardware
 from quantlab.core.artifact import model_info
 from quantlab.core.errors import QuantlabError
-from quantlab.core.gguf_file import kv_bytes_per_token, read_header
 from quantlab.core.progress import Progress, silent
-from quantlab.core.result import Better, Measurement, ModelInfo, Notice, Outcome
+from quantlab.core.result import Better, Measurement, ModelInfo, Notice, Outcome, RuntimeInfo
 from quantlab.runtime.backend import Generation, Memory
 from quantlab.runtime.worker import Worker, run_in_child
 
 _CHILD = "quantlab.bench.cell:work"
-# Of the memory that is available, what models may take that are held at the same time.
-_RESIDENT_SHARE = 0.5
 
 
 @dataclass
 class Subject:
-    """One model while its cell is measured; `positions` tells its turn in each round, from 0."""
+    """One model while its cell is measured; `positions` tells its turn in each round, from 0.
+
+    `plain` are the repetitions of the library's own decoding, where it has one.
+    """
 
     index: int
     worker: Worker
     ready: Ready
     repetitions: list[list[Generation]] = field(default_factory=list)
+    plain: list[list[Generation]] = field(default_factory=list)
     positions: list[int] = field(default_factory=list)
     memory: Memory | None = None
 
@@ -90,6 +90,7 @@ class Session:
         repeated = msgspec.convert(subject.worker.receive(), Repeated)
         self.contention.end(repeated.cpu_s)
         subject.repetitions.append(repeated.generations)
+        subject.plain += [repeated.plain] if repeated.plain else []
         subject.positions.append(position)
         self._advance()
 
@@ -118,21 +119,17 @@ def run(spec: BenchSpec, progress: Progress = silent) -> Iterator[Outcome]:
     A model that fails drops out of its cell. What failed is raised when everything else is done: an error as it came,
     unlike ones together as one QuantlabError.
     """
-    for model in spec.models:
-        if Path(model.path).is_dir():
-            raise QuantlabError(f"`{model.source}` is no GGUF file", "make one with `quantlab quantize`")
     infos = [model_info(model) for model in spec.models]
     failures: list[QuantlabError] = []
-    bytes_per_s = functools.cache(lambda threads: run_in_child("quantlab.bench.bandwidth:work", {"threads": threads}))
+    measured = functools.cache(lambda where: run_in_child("quantlab.bench.bandwidth:work", msgspec.to_builtins(where)))
     for cell in spec.cells():
-        for indices in _together(cell, infos):
+        for indices in together(cell, infos):
             session = Session(cell, indices, progress)
             session.measure()
             failures += session.failures
             for subject in session.subjects:
-                runtime = subject.ready.loaded.runtime
-                read = bytes_per_s(runtime.threads) if runtime.device == "cpu" else []
-                yield _outcome(subject, session, infos[subject.index], read)
+                where = _memory_of(subject.ready.loaded.runtime)
+                yield _outcome(subject, session, infos[subject.index], measured(where) if where else [])
     distinct = {error.message: error for error in failures}
     if len(distinct) > 1:
         raise QuantlabError(f"{len(failures)} measurements failed: {'; '.join(distinct)}", failures[0].hint)
@@ -140,22 +137,19 @@ def run(spec: BenchSpec, progress: Progress = silent) -> Iterator[Outcome]:
         raise failures[0]
 
 
-def _together(spec: BenchSpec, infos: list[ModelInfo]) -> list[list[int]]:
-    """The indices of the models that are measured in turns: all, or each alone where memory is short."""
-    # A token has at least one byte.
-    prompt = spec.prompt_tokens[0] if spec.prompt_tokens else len((spec.prompt or "").encode())
-    tokens = spec.batch[0] * (prompt + spec.new_tokens)
-    kv = [kv_bytes_per_token(read_header(Path(model.path))) * tokens for model in spec.models]
-    need = sum(kv) + sum(info.size_bytes for info in infos)
-    if need > _RESIDENT_SHARE * psutil.virtual_memory().available:
-        return [[i] for i in range(len(infos))]
-    return [list(range(len(infos)))]
+def _memory_of(runtime: RuntimeInfo) -> bandwidth.Where | None:
+    """The memory that holds the weights, as far as its bandwidth can be measured."""
+    if runtime.device == "cpu":
+        return bandwidth.Where(runtime.threads)
+    # llama.cpp calls any device `gpu`.
+    on_cuda = runtime.device == "cuda" or (runtime.device == "gpu" and hardware.nvidia()[0] is not None)
+    return bandwidth.Where(1, "cuda") if on_cuda else None
 
 
 def _outcome(subject: Subject, session: Session, info: ModelInfo, bytes_per_s: list[float]) -> Outcome:
     spec, ready = session.spec, subject.ready
     found = metrics.measurements(subject.repetitions, ready.prompt_tokens)
-    found |= _sizes(subject)
+    found |= _sizes(subject) | metrics.plain_measurements(subject.plain)
     depth = metrics.mean_depth(subject.repetitions, ready.prompt_tokens)
     if bytes_per_s:
         floor = metrics.tpot_floor(ready.loaded, spec.batch[0], depth, bandwidth.best(bytes_per_s))
@@ -166,7 +160,7 @@ def _outcome(subject: Subject, session: Session, info: ModelInfo, bytes_per_s: l
         model=info,
         runtime=ready.loaded.runtime,
         measurements=found,
-        warnings=_warnings(subject, session, found),
+        warnings=_warnings(subject, session, found, info),
         details=_details(subject, session) | {"mean_depth_tokens": depth},
     )
 
@@ -185,12 +179,13 @@ def _sizes(subject: Subject) -> dict[str, Measurement]:
     return {name: Measurement("bytes", better, [float(value)]) for name, (value, better) in values.items()}
 
 
-def _warnings(subject: Subject, session: Session, found: dict[str, Measurement]) -> list[Notice]:
+def _warnings(subject: Subject, session: Session, found: dict[str, Measurement], info: ModelInfo) -> list[Notice]:
     loaded = subject.ready.loaded
     alone = len(session.indices) < len(session.spec.models)
     return [
         *notices.of_settings(session.spec, loaded.runtime.threads),
         *notices.of_generations(subject.repetitions, session.spec),
+        *notices.of_loading(loaded, info),
         *notices.of_measurements(found, loaded),
         *([notices.not_interleaved(len(session.spec.models))] if alone else []),
         *session.contention.notices(loaded.runtime.threads),

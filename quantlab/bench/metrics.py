@@ -101,6 +101,14 @@ def measurements(repetitions: Sequence[Repetition], prompt_tokens: int) -> dict[
     return found
 
 
+def plain_measurements(repetitions: Sequence[Repetition]) -> dict[str, Measurement]:
+    """`tpot_generate`: TPOT of the same requests in the library's own decoding loop; empty where there is none."""
+    if not repetitions or not decodes(repetitions):
+        return {}
+    samples = [tpot(generation) for batch in repetitions for generation in batch]
+    return {"tpot_generate": Measurement("s", "lower", samples, len(repetitions[0]))}
+
+
 def _rate(samples: list[float]) -> Measurement:
     return Measurement("tokens/s", "higher", samples)
 

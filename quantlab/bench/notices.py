@@ -7,11 +7,17 @@ from collections.abc import Iterator, Sequence
 from quantlab.bench.metrics import Repetition, decodes
 from quantlab.bench.spec import BenchSpec
 from quantlab.core import hardware, statistics, units
-from quantlab.core.result import Measurement, Notice
+from quantlab.core.result import Measurement, ModelInfo, Notice
 from quantlab.runtime.backend import Loaded
 
 # Interquartile range of the repetitions' TPOT, as a share of its median.
 LARGE_SPREAD = 0.05
+# By how much the library's own decoding may be slower than the model, before it hides what a kernel does.
+LARGE_OVERHEAD = 0.25
+# What the types of a safetensors file hold where weights are quantized.
+_STORED = {"I32": "packed integers", "U8": "packed integers", "I8": "INT8", "F8_E4M3": "FP8"}
+# Ada; Hopper has 9.0.
+FP8_CAPABILITY = 8.9
 # With fewer, the 95% interval is wider than what one wants to see.
 FEW_REPEATS = 3
 
@@ -55,6 +61,30 @@ def stopped_requests(repetitions: Sequence[Repetition]) -> int:
     return sum(g.finish_reason == "stop" for batch in repetitions for g in batch)
 
 
+def of_loading(loaded: Loaded, info: ModelInfo) -> Iterator[Notice]:
+    """Weights that are not computed as they are stored."""
+    runtime = loaded.runtime
+    if loaded.decompressed:
+        kinds = " and ".join(_STORED.get(kind, kind) for kind in loaded.decompressed)
+        yield Notice(
+            "decompressed-at-load",
+            f"{sum(loaded.decompressed.values())} layers are stored as {kinds} and computed after decompression to "
+            f"{runtime.dtype}: no speed and no memory from quantization on this runtime",
+            "read its quality here, and its speed where a kernel computes it as it is stored",
+        )
+    if runtime.name != "torch" or not any(kind.startswith(("F8", "FP8")) for kind in info.tensor_types):
+        return
+    capability = hardware.nvidia_capability() if runtime.device == "cuda" else None
+    if capability is None or capability < FP8_CAPABILITY:
+        here = f"compute capability {capability}" if capability else f"`{runtime.device}`"
+        how = f"decompressed to {runtime.dtype}" if loaded.decompressed else "read as FP8 and multiplied in 16 bits"
+        yield Notice(
+            "fp8-fallback",
+            f"{here} has no FP8 arithmetic: weights are {how}",
+            "measure the speed of FP8 on Ada or Hopper (compute capability 8.9 or more)",
+        )
+
+
 def of_measurements(found: dict[str, Measurement], loaded: Loaded) -> Iterator[Notice]:
     """Noise, and a floor that does not hold."""
     if "tpot" not in found:
@@ -66,6 +96,8 @@ def of_measurements(found: dict[str, Measurement], loaded: Loaded) -> Iterator[N
             f"TPOT varies by {units.percent(spread, digits=2)} between repetitions (bound {LARGE_SPREAD:.0%})",
             "end other work on the machine, or use more `--repeats`",
         )
+    if "tpot_generate" in found:
+        yield from _overhead(statistics.median(found["tpot_generate"].repetitions()), statistics.median(repetitions))
     if "tpot_floor" not in found:
         yield Notice(
             "no-floor",
@@ -73,14 +105,28 @@ def of_measurements(found: dict[str, Measurement], loaded: Loaded) -> Iterator[N
             "measure with `--device cpu` to see it",
         )
         return
-    cache = hardware.last_level_cache_bytes()
+    # A device's own cache is not known; a floor above the time tells of it.
+    cache = hardware.last_level_cache_bytes() if loaded.runtime.device == "cpu" else 0
     share = found["tpot_floor"].samples[0] / statistics.median(repetitions)
     if loaded.weight_bytes <= cache or share > 1:
+        of_cache = f" and a cache of {units.size(cache)}" if cache else ""
         yield Notice(
             "fits-in-cache",
-            f"{units.size(loaded.weight_bytes)} of weights and a cache of {units.size(cache)}: weights come from the "
-            "cache, so the time to read them from memory is no floor of TPOT",
+            f"{units.size(loaded.weight_bytes)} of weights{of_cache}: weights come from the cache, so the time to read "
+            "them from memory is no floor of TPOT",
             "read nothing from the share of the floor; larger models have one",
+        )
+
+
+def _overhead(plain_s: float, tpot_s: float) -> Iterator[Notice]:
+    """Plain decoding that is slower than the model: its TPOT says little of kernels."""
+    if plain_s > (1 + LARGE_OVERHEAD) * tpot_s:
+        yield Notice(
+            "launch-overhead",
+            f"plain `generate` takes {units.milliseconds(plain_s)} a token where the model itself takes "
+            f"{units.milliseconds(tpot_s)}: {units.percent(1 - tpot_s / plain_s, digits=2)} is overhead around the "
+            "kernels (Python, launches, a growing cache), and hides what a kernel gains or loses",
+            "compare kernels by TPOT, and what users of plain `generate` see by TPOT generate",
         )
 
 

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import msgspec
 
-from quantlab.core.errors import QuantlabError, UsageError
+from quantlab.core.errors import QuantlabError, UsageError, unknown_name
 from quantlab.core.files import os_error
 from quantlab.core.model import ModelFile
+from quantlab.core.result import DTYPES
 
 PROMPT_TOKENS = 512
 
@@ -20,7 +21,7 @@ class BenchSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Without `prompt` the prompts are slices of built-in text, PROMPT_TOKENS long where no length is given. With
     `prompt` they are that text as it is; with both they are slices of that text. `new_tokens` are generated for each
-    request, fewer where the model ends its answer and `ignore_eos` is false.
+    request, fewer where the model ends its answer and `ignore_eos` is false. `dtype` is what torch computes in.
     """
 
     models: list[ModelFile]
@@ -32,6 +33,7 @@ class BenchSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     prompt: str | None = None
     ignore_eos: bool = True
     device: str = "auto"
+    dtype: str = "auto"
     threads: int | None = None
     seed: int = 0
 
@@ -53,6 +55,8 @@ class BenchSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise UsageError(f"`--seed` {self.seed}", "give 0 or more")
         if self.prompt is not None and not self.prompt.strip():
             raise UsageError("the text of `--prompt` is empty", "give a text, or leave it out for built-in text")
+        if self.dtype not in DTYPES:
+            raise unknown_name("dtype", self.dtype, DTYPES)
 
     def cells(self) -> Iterator[BenchSpec]:
         """The spec of each cell alone, in order."""

@@ -9,10 +9,11 @@ from pathlib import Path
 
 import typer
 
-from quantlab.cli import bench, compare, doctor, inspect, ppl, quantize, run
+from quantlab.cli import bench, compare, doctor, engines, inspect, ppl, quantize, run
 from quantlab.cli.console import print_error
 from quantlab.core.errors import QuantlabError
 from quantlab.core.files import os_error
+from quantlab.runtime.process import pause_together
 
 app = typer.Typer(
     name="quantlab",
@@ -24,6 +25,7 @@ app = typer.Typer(
 )
 app.command("doctor")(doctor.doctor)
 app.command("quantize")(quantize.quantize)
+app.add_typer(engines.app, name="engines")
 app.command("inspect")(inspect.inspect)
 app.command("bench")(bench.bench)
 app.command("ppl")(ppl.ppl)
@@ -45,6 +47,7 @@ def main() -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):
         # A terminal that has no `≈` gets an escape, not a traceback.
         sys.stdout.reconfigure(errors="backslashreplace")
+    pause_together()
     try:
         app()
     except QuantlabError as error:

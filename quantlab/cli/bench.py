@@ -23,7 +23,9 @@ def bench(
     ignore_eos: Annotated[
         bool, typer.Option("--ignore-eos/--no-ignore-eos", help="Generate all tokens, whatever the model says.")
     ] = True,
+    runtime: opt.Runtime = "auto",
     device: opt.Device = "auto",
+    dtype: opt.Dtype = "auto",
     threads: opt.Threads = None,
     seed: opt.Seed = 0,
     offline: opt.Offline = False,
@@ -41,7 +43,9 @@ def bench(
         "repeats": repeats,
         "warmup": warmup,
         "ignore_eos": ignore_eos,
+        "runtime": runtime,
         "device": device,
+        "dtype": dtype,
         "threads": threads,
         "seed": seed,
         "prompt": prompt,
@@ -49,6 +53,6 @@ def bench(
     if prompt_tokens:
         options["prompt_tokens"] = parse_sizes(prompt_tokens, "--prompt-tokens")
     with opt.laboratory(results, no_save=no_save, offline=offline) as lab:
-        steps = list(bench_steps([lab.runnable(model) for model in models], options))
+        steps = list(bench_steps(lab.runnables(models, options), options))
         done = [result for step in steps for result in lab.execute(step)]
     show_results(done, as_json=as_json)

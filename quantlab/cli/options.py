@@ -19,6 +19,10 @@ NoSave = Annotated[bool, typer.Option("--no-save", help="Do not store the result
 Json = Annotated[bool, typer.Option("--json", help="Print the Results as JSON on stdout, and nothing else there.")]
 Offline = Annotated[bool, typer.Option("--offline", help="Never touch the network.")]
 Force = Annotated[bool, typer.Option("--force", help="Replace an existing output.")]
+Runtime = Annotated[
+    str, typer.Option("--runtime", help="auto, torch or llamacpp: what runs a folder that both can read.")
+]
+Dtype = Annotated[str, typer.Option("--dtype", help="auto, float32, float16 or bfloat16: what torch computes in.")]
 Device = Annotated[str, typer.Option("--device", help="auto, cpu, cuda or mps.")]
 Threads = Annotated[
     int | None, typer.Option("--threads", "-t", min=1, max=512, help="CPU threads. [default: all cores]")

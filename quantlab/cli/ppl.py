@@ -20,7 +20,9 @@ def ppl(
     against: Annotated[
         str | None, typer.Option("--against", help="Parent model: adds KL divergence and top-token agreement.")
     ] = None,
+    runtime: opt.Runtime = "auto",
     device: opt.Device = "auto",
+    dtype: opt.Dtype = "auto",
     threads: opt.Threads = None,
     offline: opt.Offline = False,
     results: opt.Results = opt.RESULTS,
@@ -30,18 +32,24 @@ def ppl(
     """Measure perplexity on identical token ids."""
     from quantlab.lab.steps import ppl_step
 
+    options = {
+        "data": data,
+        "protocol": protocol,
+        "n_ctx": n_ctx,
+        "stride": stride,
+        "limit": limit,
+        "runtime": runtime,
+        "device": device,
+        "dtype": dtype,
+        "threads": threads,
+        "offline": offline,
+    }
     with opt.laboratory(results, no_save=no_save, offline=offline) as lab:
-        options = {
-            "data": data,
-            "protocol": protocol,
-            "n_ctx": n_ctx,
-            "stride": stride,
-            "limit": limit,
-            "against": lab.runnable(against) if against else None,
-            "device": device,
-            "threads": threads,
-            "offline": offline,
-        }
-        steps = [ppl_step(lab.runnable(model), options) for model in models]
+        named = [*models, against] if against else models
+        subjects = lab.runnables(named, options)[: len(models)]
+        steps = [
+            ppl_step(model, {**options, "against": lab.parent(against, model, options) if against else None})
+            for model in subjects
+        ]
         done = [result for step in steps for result in lab.execute(step)]
     show_results(done, as_json=as_json)

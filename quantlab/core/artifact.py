@@ -17,6 +17,7 @@ from quantlab.core.errors import QuantlabError
 from quantlab.core.files import os_error, sha256_file, sha256_known, write_text
 from quantlab.core.gguf_file import read_header
 from quantlab.core.model import ModelFile
+from quantlab.core.packed import Stored, named_method, quantization_entry, stored_tensors, weight_shapes
 from quantlab.core.result import ModelInfo, TensorType
 
 RECORD_NAME = "quantlab.json"
@@ -46,6 +47,11 @@ class Record(msgspec.Struct, frozen=True):
     sha256: str
     parent_revision: str | None = None
     calibration: dict[str, Any] | None = None
+    # The library that did it with its version, and what it stored: scheme, layers, layers in 16 bits.
+    engine: str | None = None
+    got: dict[str, Any] | None = None
+    # What the check of the artifact measured.
+    checked: dict[str, Any] | None = None
     # What a reader must know of the weights' history, such as "dequantized from Q4_1".
     note: str | None = None
 
@@ -174,19 +180,34 @@ def safetensors_header(path: Path) -> dict[str, Any]:
     return tensors
 
 
+def stored_weights(folder: Path) -> list[Stored]:
+    """Every tensor of a safetensors folder as what it stands for, from config.json and headers."""
+    header: dict[str, Any] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
+    for file in safetensors_files(folder):
+        found = safetensors_header(file)
+        header |= found
+        shapes |= weight_shapes(file, found)
+    return stored_tensors(_config(folder), header, shapes)
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    return read_json(folder / "config.json") if (folder / "config.json").is_file() else {}
+
+
 def model_info(model: ModelFile) -> ModelInfo:
     """Size, stored types and bits per weight of a GGUF file or a safetensors folder, from headers alone.
 
-    Bits per weight = 8 x bytes of all tensors / number of weights, as llama.cpp prints it. The record, where there
-    is one, tells method and parent.
+    Bits per weight = 8 x bytes of all tensors / number of weights, as llama.cpp prints it; packed codes count as the
+    weights that they hold. The record, where there is one, tells method and parent; else config.json tells the method,
+    as far as it can.
     """
     path = Path(model.path)
     record = read_record(path)
     if path.is_dir():
         files = safetensors_files(path)
-        entries = [entry for file in files for entry in safetensors_header(file).values()]
-        tensors = [(e["dtype"], math.prod(e["shape"]), e["data_offsets"][1] - e["data_offsets"][0]) for e in entries]
-        method = record.method if record else "none"
+        tensors = [(stored.kind, stored.params, stored.size_bytes) for stored in stored_weights(path)]
+        method = record.method if record else named_method(quantization_entry(_config(path)))
     else:
         files = gguf_shards(path)
         tensors = [(t.type, t.params, t.size_bytes) for file in files for t in read_header(file).tensors]

@@ -28,6 +28,25 @@ def check_output(path: Path, *, force: bool) -> None:
         raise QuantlabError(f"`{path}` exists", "use `--force` to replace it, or `--out` for another place")
     if path.is_dir():
         raise QuantlabError(f"`{path}` is a folder", "give `--out` the name of a file")
+    _check_place(path)
+
+
+def check_output_folder(path: Path, marker: str, *, force: bool) -> None:
+    """As `check_output` for a folder; `force` replaces one that holds the file `marker`, and no other."""
+    if path.exists():
+        if not force:
+            raise QuantlabError(f"`{path}` exists", "use `--force` to replace it, or `--out` for another place")
+        if not path.is_dir():
+            raise QuantlabError(f"`{path}` is a file", "give `--out` the name of a folder")
+        if not (path / marker).is_file() and any(path.iterdir()):
+            raise QuantlabError(
+                f"`{path}` is no artifact of quantlab (it holds no {marker}), and is not replaced",
+                "choose another place with `--out`",
+            )
+    _check_place(path)
+
+
+def _check_place(path: Path) -> None:
     parent = _existing(path.parent)
     if not parent.is_dir():
         raise QuantlabError(f"`{parent}` is no folder", "choose another place with `--out`")
@@ -86,13 +105,14 @@ def written(path: Path) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def written_folder(path: Path) -> Iterator[Path]:
+def written_folder(path: Path, *, replace: bool = False) -> Iterator[Path]:
     """Yield a temporary folder beside `path`; on success flush its files and rename it, on any failure remove it.
 
-    Raises QuantlabError where `path` exists, at the start or at the end.
+    With `replace` a folder that is there gives way at the end; else QuantlabError is raised, at the start or at the
+    end.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}{PARTIAL_SUFFIX}")
-    if path.exists():
+    temporary, old = (path.with_name(f".{path.name}{mark}.{os.getpid()}{PARTIAL_SUFFIX}") for mark in ("", ".old"))
+    if path.exists() and not replace:
         raise QuantlabError(f"`{path}` exists", "remove it, or choose another place")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -103,11 +123,17 @@ def written_folder(path: Path) -> Iterator[Path]:
             if file.is_file():
                 with file.open("rb+") as opened:
                     os.fsync(opened.fileno())
+        if replace and path.exists():
+            path.rename(old)
         temporary.rename(path)
     except OSError as error:
         raise os_error(error, path) from error
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        # Whatever failed between the two renames: what was there comes back.
+        if old.exists() and not path.exists():
+            old.rename(path)
+        for folder in (temporary, old):
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _remove_stale(path: Path) -> None:
@@ -115,7 +141,10 @@ def _remove_stale(path: Path) -> None:
     for stale in path.parent.glob(f".{glob.escape(path.name)}.*{PARTIAL_SUFFIX}"):
         owner = stale.name.removesuffix(PARTIAL_SUFFIX).rpartition(".")[2]
         if owner.isdigit() and not _alive(int(owner)):
-            if stale.is_dir():
+            if stale.name.startswith(f".{path.name}.old.") and not path.exists():
+                # Killed between the two renames of `written_folder`.
+                stale.rename(path)
+            elif stale.is_dir():
                 shutil.rmtree(stale, ignore_errors=True)
             else:
                 stale.unlink(missing_ok=True)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import os
 import platform
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -16,7 +18,7 @@ from quantlab.core.result import Environment
 # The packages whose versions can change a number.
 PACKAGES = (
     "quantlab", "llama-cpp-python", "gguf", "numpy", "tokenizers", "safetensors", "datasets", "huggingface-hub",
-    "torch", "transformers", "gptqmodel", "llmcompressor", "compressed-tensors", "optimum", "autoawq",
+    "torch", "transformers", "accelerate", "compressed-tensors", "gptqmodel", "llmcompressor", "optimum", "autoawq",
 )  # fmt: skip
 
 
@@ -67,6 +69,29 @@ def nvidia() -> tuple[str | None, str | None]:
         return None, None
     names, _, driver = zip(*(line.partition(", ") for line in lines), strict=True)
     return ", ".join(names), driver[0]
+
+
+def nvidia_capability() -> float | None:
+    """The compute capability of the oldest NVIDIA device (8.9: Ada, 9.0: Hopper), or None without one."""
+    found = _output("nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader").split()
+    return min((float(text) for text in found if re.fullmatch(r"\d+\.\d+", text)), default=None)
+
+
+def nvidia_free_bytes() -> int | None:
+    """Memory that is free on the NVIDIA device that has least of it, or None without one."""
+    free = _output("nvidia-smi", "--query-gpu=memory.free", "--format=csv,noheader,nounits").split()
+    return min(int(mebibytes) for mebibytes in free) * 2**20 if free and all(map(str.isdigit, free)) else None
+
+
+def torch_cuda() -> str | None:
+    """The CUDA version that the installed torch was built for, None for another build; torch is not imported."""
+    found = importlib.util.find_spec("torch")
+    try:
+        text = (Path(found.origin).parent / "version.py").read_text(encoding="utf-8") if found and found.origin else ""
+    except OSError:
+        return None
+    built = re.search(r"^cuda\b[^=\n]*= *['\"]([\d.]+)['\"]", text, re.MULTILINE)
+    return built[1] if built else None
 
 
 def package_versions() -> dict[str, str]:

@@ -15,6 +15,11 @@ DEMO = "demo"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?")
 
 
+def file_label(path: Path) -> str:
+    """What a model on disk is called in tables: a dot in a folder's name is no suffix."""
+    return path.stem if path.suffix.lower() == ".gguf" else path.name
+
+
 class ModelFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A model on this disk, as the spec of a run names it.
 

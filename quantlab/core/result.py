@@ -72,6 +72,10 @@ class ModelInfo(msgspec.Struct, frozen=True):
     note: str | None = None
 
 
+# What torch may be asked to compute in; `auto` leaves it to the device.
+DTYPES = ("auto", "float32", "float16", "bfloat16")
+
+
 class RuntimeInfo(msgspec.Struct, frozen=True):
     """What ran the model. `kernels` counts layers by the kernel that computes them."""
 

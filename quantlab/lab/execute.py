@@ -11,21 +11,22 @@ import functools
 import importlib
 import time
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
-from quantlab import __version__
 from quantlab.core import hardware
-from quantlab.core.artifact import content_sha256, read_record
+from quantlab.core.artifact import content_sha256
 from quantlab.core.corpus import Purpose, load_text
-from quantlab.core.errors import QuantlabError, UsageError, unknown_name
-from quantlab.core.files import cache_folder, locked, sha256_file, sha256_text
+from quantlab.core.errors import UsageError, unknown_name
+from quantlab.core.files import sha256_file, sha256_text
 from quantlab.core.model import ModelFile, ModelRef
 from quantlab.core.progress import Progress, silent
-from quantlab.core.result import SCHEMA, Environment, Kind, Outcome, Result
+from quantlab.core.result import SCHEMA, Environment, Kind, Notice, Outcome, Result
+from quantlab.lab import runtimes
+from quantlab.lab.runtimes import Options
 from quantlab.lab.store import Store
 from quantlab.quantize.spec import split_weight
 
@@ -60,6 +61,8 @@ class Lab:
         self.offline = offline
         self.progress = progress
         self._models: dict[str, ModelFile] = {}
+        # What was said when a model was converted, by the sha256 of what came out.
+        self._notices: dict[str, list[Notice]] = {}
 
     def model(self, text: str) -> ModelFile:
         """The model that the user named, fetched if it must be, with its content's sha256."""
@@ -77,22 +80,28 @@ class Lab:
             )
         return self._models[text]
 
-    def runnable(self, text: str) -> ModelFile:
-        """The model as a file that llama.cpp loads: a folder is converted to an F16 GGUF in the cache, once."""
-        model = self.model(text)
+    def runnables(self, texts: Sequence[str | ModelFile], options: Options) -> list[ModelFile]:
+        """The models of one command as files that their runtimes load (lab/runtimes.py).
+
+        A folder for llama.cpp is converted to an F16 GGUF in the cache, once. `options` may name `runtime`, `device`
+        and `dtype`.
+        """
+        models = [text if isinstance(text, ModelFile) else self.model(text) for text in texts]
+        chosen = runtimes.in_torch(models, options)
+        return [model if torch else self._for_llamacpp(model) for model, torch in zip(models, chosen, strict=True)]
+
+    def parent(self, text: str | ModelFile, model: ModelFile, options: Options) -> ModelFile:
+        """The parent that `model` (of `runnables`) is measured against: in the same runtime where both can be."""
+        parent = text if isinstance(text, ModelFile) else self.model(text)
+        torch_alone = runtimes.check_runtime(parent, runtimes.asked(options))
+        return parent if torch_alone or Path(model.path).is_dir() else self._for_llamacpp(parent)
+
+    def _for_llamacpp(self, model: ModelFile) -> ModelFile:
         if not Path(model.path).is_dir():
             return model
-        from quantlab.quantize.methods import run
-        from quantlab.quantize.spec import QuantizeSpec
-
-        # Another version may convert otherwise.
-        path = cache_folder() / "gguf" / f"{model.sha256[:16]}-{__version__}" / f"{model.label}-F16.gguf"
-        if not _is_whole(path):
-            with locked(cache_folder() / "locks" / path.parent.name):
-                # Another run may have made it while this one waited.
-                if not _is_whole(path):
-                    run(QuantizeSpec(model, str(path), type="F16", force=True, offline=self.offline), self.progress)
-        return msgspec.structs.replace(model, path=str(path), label=path.stem, sha256=content_sha256(path))
+        file, notices = runtimes.as_gguf(model, offline=self.offline, progress=self.progress)
+        self._notices[file.sha256] = notices
+        return file
 
     def execute(self, step: Step) -> list[Result]:
         """Run one step; each Result is stored as soon as it is there, so a later failure loses none."""
@@ -108,7 +117,9 @@ class Lab:
         results = []
         for outcome in [outcomes] if isinstance(outcomes, Outcome) else outcomes:
             seconds = time.perf_counter() - clock
-            result = _result(step, outcome, env, identity, started=started, seconds=seconds)
+            said = [*self._notices.get(outcome.model.sha256 or "", []), *outcome.warnings]
+            whole = msgspec.structs.replace(outcome, warnings=said)
+            result = _result(step, whole, env, identity, started=started, seconds=seconds)
             if self.store is not None:
                 self.store.save(result)
             results.append(result)
@@ -137,15 +148,6 @@ class Lab:
         }
         asked = [(model.label, model.sha256) for model in models]
         return [found[model] for model in asked] if found.keys() >= set(asked) else []
-
-
-def _is_whole(path: Path) -> bool:
-    """Whether a GGUF of the cache is as its record, which is written last, describes it."""
-    try:
-        record = read_record(path)
-        return record is not None and record.sha256 == content_sha256(path)
-    except QuantlabError:
-        return False
 
 
 def _conditions(kind: Kind, env: Environment) -> tuple[Any, ...]:

@@ -1,7 +1,8 @@
 """A recipe: models, methods and benches in a YAML file, run step by step, resumed where it stopped.
 
 Keys of an entry are the options of the command of that name (`quantize`, `bench`, `ppl`), written with underscores.
-`against` of ppl may name an artifact of the recipe, by its type (F16) or its `out`, or any model.
+`against` of ppl may name an artifact of the recipe, by its variant (F16, AWQ-W4-g128) or its `out`, any model, or
+`parent`: the model that the artifacts were made from.
 """
 
 from __future__ import annotations
@@ -14,20 +15,27 @@ from typing import Any
 import msgspec
 
 from quantlab.core.errors import QuantlabError, UsageError
-from quantlab.core.files import check_output, os_error
+from quantlab.core.files import os_error
 from quantlab.core.model import ModelFile
 from quantlab.core.result import Result
 from quantlab.lab.execute import Lab, Step
 from quantlab.lab.steps import artifact_file, bench_steps, ppl_step, quantize_step
+from quantlab.quantize.methods import check_place
+from quantlab.quantize.spec import variant
 
 Options = dict[str, Any]
 
+PARENT = "parent"
+
 
 class Recipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What to run. Benches run on the artifacts of each model, or on the model itself where nothing is quantized."""
+    """What to run. Benches run on the artifacts of each model; with `parent`, or where nothing is quantized, on the
+    model itself too.
+    """
 
     name: str
     models: list[str]
+    parent: bool = False
     quantize: list[Options] = []
     bench: list[Options] = []
     ppl: list[Options] = []
@@ -74,12 +82,12 @@ def run_recipe(recipe: Recipe, lab: Lab, *, force: bool = False) -> list[Result]
     _check_parents(recipe, lab, next(iter(steps.values())))
     results: list[Result] = []
     for text, quantize in steps.items():
-        types, outs = {}, {}
+        variants, outs = {}, {}
         for step in quantize:
             results += _quantized(step, lab) or lab.execute(step)
-            types[step.spec.type] = outs[step.spec.out] = artifact_file(step.spec)
-        subjects = list(outs.values()) or [lab.runnable(text)]
-        for step, measured in _measuring_steps(recipe, lab, subjects, types | outs):
+            variants[variant(step.spec).upper()] = outs[step.spec.out] = artifact_file(step.spec)
+        subjects = [*([models[text]] if recipe.parent or not outs else []), *outs.values()]
+        for step, measured in _measuring_steps(recipe, lab, subjects, variants | outs | {PARENT: models[text]}):
             results += lab.finished(step, measured) or lab.execute(step)
     return results
 
@@ -106,23 +114,23 @@ def _check_outputs(steps: list[Step], lab: Lab) -> None:
         if paths.count(path) > 1:
             raise UsageError(f"two steps of the recipe write `{step.spec.out}`", "give each its own `out`")
         if not _quantized(step, lab):
-            check_output(Path(step.spec.out), force=step.spec.force)
+            check_place(step.spec)
 
 
 def _check_parents(recipe: Recipe, lab: Lab, quantize: list[Step]) -> None:
     """Whether each `against` is one artifact, or a model; `quantize` are the steps of one of the models."""
-    types = [step.spec.type for step in quantize]
+    variants = [variant(step.spec).upper() for step in quantize]
     outs = [step.spec.out for step in quantize]
     for named in (str(options["against"]) for options in recipe.ppl if options.get("against") is not None):
-        if types.count(named.upper()) > 1:
-            raise UsageError(f"`against: {named}` is the type of several artifacts", "name one of them by its `out`")
-        if named.upper() in types or named in outs:
+        if variants.count(named.upper()) > 1:
+            raise UsageError(f"`against: {named}` names several artifacts", "name one of them by its `out`")
+        if named.upper() in variants or named in outs or named == PARENT:
             continue
         try:
-            lab.runnable(named)
+            lab.model(named)
         except QuantlabError as error:
             raise UsageError(
-                f"`against: {named}` is neither an artifact of the recipe ({', '.join(types)}) nor a model: "
+                f"`against: {named}` is neither an artifact of the recipe ({', '.join(variants)}) nor a model: "
                 f"{error.message}",
                 error.hint,
             ) from error
@@ -130,7 +138,7 @@ def _check_parents(recipe: Recipe, lab: Lab, quantize: list[Step]) -> None:
 
 def _quantized(step: Step, lab: Lab) -> list[Result]:
     """The Result of a quantize step that is finished, its artifact still there and unchanged; else none."""
-    return lab.finished(step, [artifact_file(step.spec)]) if Path(step.spec.out).is_file() else []
+    return lab.finished(step, [artifact_file(step.spec)]) if Path(step.spec.out).exists() else []
 
 
 def _measuring_steps(
@@ -138,14 +146,16 @@ def _measuring_steps(
 ) -> Iterator[tuple[Step, list[ModelFile]]]:
     """The bench and ppl steps, small enough that a killed run loses little, with the models that each measures."""
     for options in recipe.bench:
-        for step in bench_steps(subjects, options):
-            yield step, subjects
+        models = lab.runnables(subjects, options)
+        for step in bench_steps(models, options):
+            yield step, models
     for options in recipe.ppl:
-        parent = None
-        if (against := options.get("against")) is not None:
-            named = str(against)
-            parent = artifacts.get(named) or artifacts.get(named.upper()) or lab.runnable(named)
-        for subject in subjects:
+        against = None
+        if (named := options.get("against")) is not None:
+            against = artifacts.get(str(named)) or artifacts.get(str(named).upper()) or lab.model(str(named))
+        everything = [*subjects, *([against] if against else [])]
+        for subject in lab.runnables(everything, options)[: len(subjects)]:
+            parent = lab.parent(against, subject, options) if against else None
             # The parent's divergence from itself is zero by definition.
             other = parent if parent is not None and parent.sha256 != subject.sha256 else None
             yield ppl_step(subject, {**_as_offline(options, lab), "against": other}), [subject]

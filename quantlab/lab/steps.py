@@ -11,10 +11,11 @@ import msgspec
 from quantlab.bench.spec import BenchSpec, prompt_text
 from quantlab.core.artifact import content_sha256
 from quantlab.core.errors import unknown_name
-from quantlab.core.model import ModelFile
+from quantlab.core.model import ModelFile, file_label
 from quantlab.evaluate.spec import PplSpec, Protocol
 from quantlab.lab.execute import Step, make_spec
-from quantlab.quantize.spec import InspectSpec, QuantizeSpec, check_spec
+from quantlab.lab.runtimes import asked
+from quantlab.quantize.spec import InspectSpec, QuantizeSpec, check_spec, variant
 
 ARTIFACTS = Path("artifacts")
 
@@ -22,9 +23,10 @@ Options = dict[str, Any]
 
 
 def quantize_step(model: ModelFile, options: Options) -> Step:
-    """A quantize step; without `out` the artifact goes to artifacts/MODEL-TYPE.gguf."""
+    """A quantize step; without `out` the artifact goes to artifacts/MODEL-VARIANT, with .gguf for gguf."""
     spec = check_spec(make_spec(QuantizeSpec, {"model": model, "out": "", **options}))
-    out = spec.out or str(ARTIFACTS / f"{model.label}-{spec.type}.gguf")
+    suffix = ".gguf" if spec.method == "gguf" else ""
+    out = spec.out or str(ARTIFACTS / f"{model.label}-{variant(spec)}{suffix}")
     return Step("quantize", msgspec.structs.replace(spec, out=out))
 
 
@@ -33,7 +35,7 @@ def artifact_file(spec: QuantizeSpec) -> ModelFile:
     path = Path(spec.out)
     return ModelFile(
         path=str(path.resolve()),
-        label=path.stem,
+        label=file_label(path),
         source=spec.out,
         sha256=content_sha256(path),
         revision=spec.model.revision,
@@ -45,18 +47,26 @@ def bench_steps(models: list[ModelFile], options: Options) -> Iterator[Step]:
     """One bench step for each cell: the models of a cell run interleaved. `prompt` is TEXT or @FILE."""
     if isinstance(options.get("prompt"), str):
         options = {**options, "prompt": prompt_text(options["prompt"])}
-    spec = make_spec(BenchSpec, {"models": models, **options})
+    spec = make_spec(BenchSpec, {"models": models, **_for_spec(options, models)})
     for cell in spec.cells():
         yield Step("bench", cell)
 
 
 def ppl_step(model: ModelFile, options: Options) -> Step:
-    """A perplexity step for one model."""
+    """A perplexity step for one model, whose parent `against` is a ModelFile (Lab.parent)."""
     if "protocol" in options and options["protocol"] not in get_args(Protocol):
         raise unknown_name("protocol", str(options["protocol"]), get_args(Protocol))
-    return Step("ppl", make_spec(PplSpec, {"model": model, **options}))
+    models = [model, *([options["against"]] if options.get("against") else [])]
+    return Step("ppl", make_spec(PplSpec, {"model": model, **_for_spec(options, models)}))
 
 
 def inspect_step(model: ModelFile) -> Step:
     """A step that looks at what is stored."""
     return Step("inspect", InspectSpec(model))
+
+
+def _for_spec(options: Options, models: list[ModelFile]) -> Options:
+    """The options without `runtime`, which Lab.runnables has obeyed, and without a `dtype` that no model heeds."""
+    asked(options)
+    dropped = {"runtime"} if any(Path(model.path).is_dir() for model in models) else {"runtime", "dtype"}
+    return {name: value for name, value in options.items() if name not in dropped}

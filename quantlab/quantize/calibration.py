@@ -1,13 +1,15 @@
 """Calibration windows: texts mixed by weight, packed without padding, drawn by seed.
 
 A mix keeps its proportions: the text that is soonest used up bounds all of them. Conversations are rendered with
-the model's own chat template. What is recorded is the sha256 of the token ids, never the text.
+the model's own chat template, and only what the assistant says counts in the loss, for engines that have one. What
+is recorded is the sha256 of the token ids, never the text.
 """
 
 from __future__ import annotations
 
 import hashlib
 import random
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,67 +17,75 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from quantlab.core.corpus import Corpus, Message, load_text
-from quantlab.core.errors import QuantlabError, missing_extra
+from quantlab.core.corpus import Corpus, load_text
+from quantlab.core.errors import QuantlabError
 from quantlab.core.result import Notice
+from quantlab.quantize.chinese import CHINESE_SET
+from quantlab.quantize.conversations import Template, Text, render
 from quantlab.quantize.spec import QuantizeSpec, split_weight
+from quantlab.quantize.torch_work import Samples
 
 # One text of a mix and its weight.
 Part = tuple[Corpus, float]
 # Text -> token ids; the second argument says whether control tokens written in the text are parsed.
 Encode = Callable[[str, bool], list[int]]
+# Text -> for each of its token ids where its characters begin and end.
+Offsets = Callable[[str], list[tuple[int, int]]]
 
 DEFAULT_SAMPLES = 128
 _DEFAULT_SETS = ("builtin_en", "builtin_code", "builtin_chat")
-_CHINESE_SET = "builtin_zh"
-_CHINESE_NAMES = ("qwen", "yi-", "glm", "baichuan", "internlm", "deepseek", "minicpm", "chinese", "-zh")
-# A vocabulary or a text with at least this share of Chinese tokens or characters counts as Chinese.
-_CHINESE_SHARE = 0.05
-
-
-class Template(msgspec.Struct, frozen=True):
-    """A chat template (Jinja) and how the model writes its BOS and EOS."""
-
-    source: str
-    bos: str
-    eos: str
 
 
 class Calibration(msgspec.Struct, frozen=True):
-    """`windows` is int32 (windows, tokens); `record` says what they are, without their text."""
+    """`windows` is int32 (windows, tokens); `record` says what they are, without their text.
+
+    `mask` is int8 of the same shape: 1 where the loss counts.
+    """
 
     windows: npt.NDArray[np.int32]
+    mask: npt.NDArray[np.int8]
     record: dict[str, Any]
     notices: list[Notice]
 
 
 def load_parts(spec: QuantizeSpec, *, chinese: bool) -> list[Part]:
     """The texts that a spec names, else texts of our own: with a Chinese one for a model that speaks Chinese."""
-    names = spec.calib or [*_DEFAULT_SETS, *([_CHINESE_SET] if chinese else [])]
+    names = spec.calib or [*_DEFAULT_SETS, *([CHINESE_SET] if chinese else [])]
     weighted = [split_weight(name) for name in names]
     return [(load_text(name, "calibration", offline=spec.offline), weight) for name, weight in weighted]
 
 
-def speaks_chinese(name: str, vocabulary: Sequence[str]) -> bool:
-    """Whether a model is likely meant for Chinese: by its name, or 5% of its tokens hold Chinese characters."""
-    if any(mark in f"{name.lower()}-" for mark in _CHINESE_NAMES):
-        return True
-    chinese = sum(1 for token in vocabulary if _has_chinese(_readable(token)))
-    return bool(vocabulary) and chinese / len(vocabulary) >= _CHINESE_SHARE
+def of_tokenizer(samples: Samples, tokenizer: Any) -> Calibration:
+    """The calibration that `samples` asks for, in the ids of a transformers tokenizer.
 
-
-def language_notices(name: str, parts: Sequence[Part], *, chinese: bool) -> list[Notice]:
-    """A warning where a Chinese model is calibrated on texts without Chinese."""
-    if not chinese or any(_chinese_share(corpus.raw) >= _CHINESE_SHARE for corpus, _ in parts):
-        return []
-    sets = ", ".join(f"`{corpus.name}`" for corpus, _ in parts)
-    return [
-        Notice(
-            "calibration-language",
-            f"`{name}` looks like a Chinese model (by its name or vocabulary), but {sets} hold no Chinese",
-            f"mix in Chinese text: `--calib {_CHINESE_SET}` or `--calib zh_wiki`",
+    Each window begins with BOS where the tokenizer puts one before a text.
+    """
+    source = tokenizer.chat_template
+    if isinstance(source, dict):
+        source = source.get("default")
+    template = Template(source, tokenizer.bos_token or "", tokenizer.eos_token or "") if source else None
+    adds_bos = tokenizer.bos_token_id is not None and tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]
+    # What is longer than the model's context is cut into windows; transformers would warn of it.
+    longest, tokenizer.model_max_length = tokenizer.model_max_length, sys.maxsize
+    try:
+        return build(
+            samples.parts,
+            lambda text, _: list(tokenizer(text, add_special_tokens=False)["input_ids"]),
+            samples=samples.samples,
+            length=samples.length,
+            seed=samples.seed,
+            bos=tokenizer.bos_token_id if adds_bos else None,
+            template=template,
+            offsets=lambda text: _offsets(tokenizer, text),
         )
-    ]
+    finally:
+        tokenizer.model_max_length = longest
+
+
+def _offsets(tokenizer: Any, text: str) -> list[tuple[int, int]]:
+    if not tokenizer.is_fast:
+        return []
+    return list(tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"])
 
 
 def build(
@@ -87,21 +97,33 @@ def build(
     seed: int,
     bos: int | None,
     template: Template | None,
+    offsets: Offsets | None = None,
 ) -> Calibration:
     """Windows of `length` tokens from `parts`; with `bos` each window's first token is replaced by it.
 
-    `samples` None takes as many as the mix gives, at most 128. Raises QuantlabError for a text too short.
+    `samples` None takes as many as the mix gives, at most 128. Without `offsets` the loss of every token counts. Raises
+    QuantlabError for a text too short.
     """
     draw = random.Random(seed)  # noqa: S311 - a reproducible draw, no secret
     notices: list[Notice] = []
-    streams = [encode(_text(corpus, template, draw, notices), bool(corpus.conversations)) for corpus, _ in parts]
+    parts = [(_without_duplicates(corpus, notices), weight) for corpus, weight in parts]
+    texts = [_text(corpus, template, draw, notices, masked=offsets is not None) for corpus, _ in parts]
+    streams = [encode(text.text, bool(corpus.conversations)) for text, (corpus, _) in zip(texts, parts, strict=True)]
     for (corpus, _), stream in zip(parts, streams, strict=True):
         if len(stream) < length:
             raise QuantlabError(
                 f"the calibration text `{corpus.name}` gives {len(stream)} tokens, a sample needs {length}",
                 "give more text, or a smaller `--calib-length`",
             )
-    counts = _counts([weight for _, weight in parts], [len(stream) // length for stream in streams], samples)
+    masks = [_mask(text, len(stream), offsets) for text, stream in zip(texts, streams, strict=True)]
+    starts = _starts(streams, masks, length, notices)
+    for (corpus, _), places in zip(parts, starts, strict=True):
+        if not places:
+            raise QuantlabError(
+                f"no window of {length} tokens of the calibration text `{corpus.name}` holds anything new or an answer",
+                "give other text, or a larger `--calib-length`",
+            )
+    counts = _counts([weight for _, weight in parts], [len(places) for places in starts], samples)
     if samples is not None and sum(counts) < samples:
         notices.append(
             Notice(
@@ -111,11 +133,13 @@ def build(
             )
         )
     windows = []
-    for stream, count in zip(streams, counts, strict=True):
-        starts = draw.sample(range(len(stream) // length), count)
-        windows += [stream[start * length : (start + 1) * length] for start in starts]
+    for stream, counted, places, count in zip(streams, masks, starts, counts, strict=True):
+        for start in draw.sample(places, count):
+            part = slice(start, start + length)
+            windows.append((stream[part], counted[part]))
     draw.shuffle(windows)
-    array = np.array(windows, np.int32)
+    array = np.array([ids for ids, _ in windows], np.int32)
+    mask = np.array([counted for _, counted in windows], np.int8)
     if bos is not None:
         array[:, 0] = bos
     record = {
@@ -128,7 +152,38 @@ def build(
         "seed": seed,
         "sha256": hashlib.sha256(array.astype("<i4").tobytes()).hexdigest(),
     }
-    return Calibration(array, record, notices)
+    if not mask.all():
+        record |= {
+            "loss_tokens": int(mask.sum()),
+            "loss_mask_sha256": hashlib.sha256(mask.tobytes()).hexdigest(),
+        }
+    return Calibration(array, mask, record, notices)
+
+
+def _starts(
+    streams: Sequence[list[int]], masks: Sequence[npt.NDArray[np.int8]], length: int, notices: list[Notice]
+) -> list[list[int]]:
+    """Where the windows of each text begin, without those that equal one before or in which nothing counts."""
+    seen: set[bytes] = set()
+    found: list[list[int]] = []
+    repeated = silent = 0
+    for stream, mask in zip(streams, masks, strict=True):
+        ids = np.array(stream, np.int32)
+        found.append([])
+        for at in range(0, len(ids) - length + 1, length):
+            window = ids[at : at + length].tobytes()
+            if window in seen:
+                repeated += 1
+            elif not mask[at : at + length].any():
+                silent += 1
+            else:
+                found[-1].append(at)
+            seen.add(window)
+    if repeated:
+        notices.append(Notice("calibration-duplicates", f"{repeated} windows of the texts repeat others: left out"))
+    if silent:
+        notices.append(Notice("calibration-left-out", f"{silent} windows hold no answer of the assistant: left out"))
+    return found
 
 
 def _counts(weights: Sequence[float], available: Sequence[int], samples: int | None) -> list[int]:
@@ -146,15 +201,32 @@ def _counts(weights: Sequence[float], available: Sequence[int], samples: int | N
     return counts
 
 
-def _text(corpus: Corpus, template: Template | None, draw: random.Random, notices: list[Notice]) -> str:
+def _without_duplicates(corpus: Corpus, notices: list[Notice]) -> Corpus:
+    """The corpus with each document and conversation once: what stands twice would weigh twice."""
+    documents = list(dict.fromkeys(corpus.documents))
+    conversations = list({msgspec.json.encode(messages): messages for messages in corpus.conversations}.values())
+    given, left = (len(a) + len(b) for a, b in ((corpus.documents, corpus.conversations), (documents, conversations)))
+    if left == given:
+        return corpus
+    notices.append(
+        Notice(
+            "calibration-duplicates", f"{given - left} of {given} texts of `{corpus.name}` are repetitions: left out"
+        )
+    )
+    return msgspec.structs.replace(corpus, documents=documents, conversations=conversations)
+
+
+def _text(
+    corpus: Corpus, template: Template | None, draw: random.Random, notices: list[Notice], *, masked: bool
+) -> Text:
     """One stream of text: documents and conversations in a drawn order."""
     if not corpus.conversations or template is None:
         documents = draw.sample(corpus.documents, len(corpus.documents))
-        return "\n\n".join(documents) if documents else corpus.raw
+        return Text("\n\n".join(documents) if documents else corpus.raw, None)
     conversations = draw.sample(corpus.conversations, len(corpus.conversations))
-    rendered = _render(conversations, template, corpus.name, notices)
+    rendered = render(conversations, template, corpus.name, notices)
     contents = sum(len(message["content"]) for messages in conversations for message in messages)
-    text = "".join(rendered)
+    text = "".join(part.text for part in rendered)
     if contents < len(text) / 2:
         notices.append(
             Notice(
@@ -163,72 +235,30 @@ def _text(corpus: Corpus, template: Template | None, draw: random.Random, notice
                 "mix in plain text, or longer conversations",
             )
         )
-    return text
-
-
-def _render(conversations: list[list[Message]], template: Template, name: str, notices: list[Notice]) -> list[str]:
-    """Conversations as the model's template writes them; those that it refuses are left out, with a notice."""
-    try:
-        from jinja2.exceptions import TemplateError
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
-    except ModuleNotFoundError:
-        raise missing_extra("jinja2", "gguf") from None
-
-    def refuse(message: str) -> None:
-        raise TemplateError(message)
-
-    # The template comes from a downloaded file: it runs in a sandbox.
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-    )
-    environment.globals.update(raise_exception=refuse, strftime_now=lambda _: "")
-    rendered, reason = [], ""
-    try:
-        compiled = environment.from_string(template.source)
-    except TemplateError as error:
-        raise QuantlabError(f"the model's chat template is broken: {error}", "calibrate on plain text") from error
-    for messages in conversations:
-        try:
-            rendered.append(compiled.render(messages=messages, bos_token=template.bos, eos_token=template.eos))
-        # A template may fail on anything that a conversation holds.
-        except Exception as error:
-            reason = f"{error}"
-    if not rendered:
-        raise QuantlabError(
-            f"the model's chat template renders no conversation of `{name}`: {reason}", "calibrate on plain text"
-        )
-    if reason:
-        left_out = len(conversations) - len(rendered)
+    if masked and (unclear := sum(part.counted is None for part in rendered)):
         notices.append(
             Notice(
-                "calibration-left-out",
-                f"{left_out} of {len(conversations)} conversations of `{name}` left out: "
-                f"the chat template says {reason}",
+                "calibration-mask",
+                f"the answers in {unclear} of {len(rendered)} conversations of `{corpus.name}` cannot be told from the "
+                "rest: all of their tokens count",
             )
         )
-    return rendered
+    counted, at = [], 0
+    for part in rendered:
+        counted += [(at + start, at + end) for start, end in part.counted or [(0, len(part.text))]]
+        at += len(part.text)
+    return Text(text, counted)
 
 
-def _has_chinese(text: str) -> bool:
-    return any("一" <= c <= "鿿" for c in text)
-
-
-def _chinese_share(text: str) -> float:
-    return sum(1 for c in text if "一" <= c <= "鿿") / max(1, len(text))
-
-
-def _byte_letters() -> dict[str, int]:
-    """The letters that byte-level BPE vocabularies write for bytes (GPT-2's table)."""
-    plain = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    others = [byte for byte in range(256) if byte not in plain]
-    return {chr(byte): byte for byte in plain} | {chr(256 + i): byte for i, byte in enumerate(others)}
-
-
-_BYTES = _byte_letters()
-
-
-def _readable(token: str) -> str:
-    """A vocabulary entry as text: byte-level entries are decoded, others are text already."""
-    if all(c in _BYTES for c in token):
-        return bytes(_BYTES[c] for c in token).decode("utf-8", "ignore")
-    return token
+def _mask(text: Text, n: int, offsets: Offsets | None) -> npt.NDArray[np.int8]:
+    """1 for each of the `n` tokens whose loss counts: those that share characters with a counted span."""
+    places = offsets(text.text) if offsets is not None and text.counted is not None else []
+    if len(places) != n or text.counted is None:
+        return np.ones(n, np.int8)
+    counted = np.zeros(len(text.text) + 1, np.int64)
+    for start, end in text.counted:
+        counted[start + 1 : end + 1] = 1
+    before = np.cumsum(counted)
+    starts, ends = np.array(places, np.int64).T
+    mask: npt.NDArray[np.int8] = (before[ends] > before[starts]).astype(np.int8)
+    return mask

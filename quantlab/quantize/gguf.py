@@ -128,7 +128,8 @@ def _in_child(work: Work, progress: Progress) -> Done:
 
 def _calibration(spec: QuantizeSpec, source: Source) -> tuple[list[tuple[Corpus, float]], list[Notice]]:
     """The weighted calibration texts, read before any work, and what must be said of them."""
-    from quantlab.quantize.calibration import language_notices, load_parts, speaks_chinese
+    from quantlab.quantize.calibration import load_parts
+    from quantlab.quantize.chinese import language_notices, speaks_chinese
 
     chinese = speaks_chinese(spec.model.label, vocabulary(source))
     parts = load_parts(spec, chinese=chinese)

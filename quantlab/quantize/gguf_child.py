@@ -23,6 +23,7 @@ from quantlab.core.gguf_file import GGUFHeader
 from quantlab.core.result import Notice
 from quantlab.quantize import calibration, imatrix
 from quantlab.quantize.artifact_check import find_fault
+from quantlab.quantize.conversations import Template
 from quantlab.quantize.gguf_facts import label_notices
 from quantlab.quantize.gguf_work import Conversion, Done, Importance, Job, Work
 from quantlab.quantize.llama_model import LlamaModel
@@ -192,9 +193,7 @@ def _importance(
 ) -> dict[str, npt.NDArray[np.float32]]:
     with LlamaModel(base) as model:
         source = model.chat_template
-        template = (
-            calibration.Template(source, model.special_text("bos"), model.special_text("eos")) if source else None
-        )
+        template = Template(source, model.special_text("bos"), model.special_text("eos")) if source else None
         built = calibration.build(
             todo.parts,
             lambda text, special: model.encode(text, special=special),

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import importlib
+from pathlib import Path
 from types import ModuleType
 from typing import cast
 
+from quantlab.core.artifact import RECORD_NAME
+from quantlab.core.files import check_output, check_output_folder
 from quantlab.core.progress import Progress
 from quantlab.core.result import Outcome
 from quantlab.quantize.spec import METHODS, Prediction, QuantizeSpec, check_spec
@@ -17,6 +20,15 @@ def run(spec: QuantizeSpec, progress: Progress) -> Outcome:
     return cast(Outcome, _module(spec).run(spec, progress))
 
 
+def check_place(spec: QuantizeSpec) -> None:
+    """Refuse an output that exists, before any work; `force` replaces a file, and a folder that is an artifact."""
+    out = Path(spec.out)
+    if spec.method == "gguf":
+        check_output(out, force=spec.force)
+    else:
+        check_output_folder(out, RECORD_NAME, force=spec.force)
+
+
 def dry_run(spec: QuantizeSpec, progress: Progress) -> Prediction:
     """Predict size, memory and time of `run`; writes nothing."""
     spec = check_spec(spec)
@@ -24,6 +36,4 @@ def dry_run(spec: QuantizeSpec, progress: Progress) -> Prediction:
 
 
 def _module(spec: QuantizeSpec) -> ModuleType:
-    name = METHODS[spec.method]
-    assert name is not None
-    return importlib.import_module(name)
+    return importlib.import_module(METHODS[spec.method])

@@ -19,7 +19,7 @@ from quantlab.core.errors import QuantlabError, missing_extra
 from quantlab.core.files import check_space, sha256_file, written_folder
 from quantlab.core.gguf_file import GGUFHeader, TensorInfo, read_header
 from quantlab.core.progress import Progress
-from quantlab.quantize.restore_tokenizer import write_tokenizer
+from quantlab.quantize.restore_tokenizer import known_pre_tokenizer, write_tokenizer
 
 _CLASSES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM"}
 # Weights dequantized at a time: bounds the float32 copy to 32 MB, whatever the size of the tensor.
@@ -53,6 +53,17 @@ def restore(gguf: Path, folder: Path, *, progress: Progress) -> None:
             note=f"weights dequantized from {_types(header)} ({gguf.name})",
         )
         write_record(temporary, record)
+
+
+def restored_shapes(gguf: Path) -> tuple[dict[str, Any], dict[str, tuple[int, ...]]]:
+    """config.json, without the ids of special tokens, and the shape of each tensor, of what `restore` would write.
+
+    Read from the header; raises QuantlabError where `restore` would refuse it.
+    """
+    header = read_header(gguf)
+    config = _config(header)
+    known_pre_tokenizer(header.metadata)
+    return config, {name: tuple(reversed(tensor.shape)) for name, tensor in _plan(header, config)}
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:

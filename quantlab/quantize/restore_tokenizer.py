@@ -66,6 +66,16 @@ def write_tokenizer(metadata: dict[str, Any], folder: Path, *, n_ctx_train: int)
     return special
 
 
+def known_pre_tokenizer(metadata: dict[str, Any]) -> str:
+    """The pre-tokenizer that the metadata of a GGUF names; raises QuantlabError where it cannot be restored."""
+    if (kind := metadata.get("tokenizer.ggml.model")) != "gpt2":
+        raise QuantlabError(f"tokenizers of the kind `{kind}` cannot be restored, only `gpt2` (BPE)", _ORIGINAL)
+    pre = metadata.get("tokenizer.ggml.pre")
+    if pre not in ("smollm", "qwen2"):
+        raise QuantlabError(f"the pre-tokenizer `{pre}` cannot be restored, only `smollm` and `qwen2`", _ORIGINAL)
+    return str(pre)
+
+
 def _bpe(metadata: dict[str, Any], tokens: list[str], types: list[int]) -> Any:
     """A `tokenizers.Tokenizer` with the tokens, merges and pre-tokenizer of the GGUF."""
     try:
@@ -73,11 +83,7 @@ def _bpe(metadata: dict[str, Any], tokens: list[str], types: list[int]) -> Any:
         from tokenizers import decoders, models, normalizers, pre_tokenizers
     except ImportError:
         raise missing_extra("tokenizers", "gguf") from None
-    if (kind := metadata.get("tokenizer.ggml.model")) != "gpt2":
-        raise QuantlabError(f"tokenizers of the kind `{kind}` cannot be restored, only `gpt2` (BPE)", _ORIGINAL)
-    pre = metadata.get("tokenizer.ggml.pre")
-    if pre not in ("smollm", "qwen2"):
-        raise QuantlabError(f"the pre-tokenizer `{pre}` cannot be restored, only `smollm` and `qwen2`", _ORIGINAL)
+    pre = known_pre_tokenizer(metadata)
     # Unused tokens only pad the embedding; no tokenizer knows them.
     vocab = {token: i for i, token in enumerate(tokens) if types[i] != _UNUSED}
     try:

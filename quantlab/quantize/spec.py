@@ -11,10 +11,11 @@ from quantlab.core.errors import UsageError, unknown_name
 from quantlab.core.model import ModelFile
 from quantlab.core.result import Notice, TensorType
 
-# The module that does each method; None for the torch methods, which this version does not build.
-METHODS: dict[str, str | None] = {
+# The module that does each method.
+_TORCH = "quantlab.quantize.torch_method"
+METHODS: dict[str, str] = {
     "gguf": "quantlab.quantize.gguf",
-    "awq": None, "gptq": None, "fp8": None, "int8": None, "rtn": None,
+    "awq": _TORCH, "gptq": _TORCH, "fp8": _TORCH, "int8": _TORCH, "rtn": _TORCH,
 }  # fmt: skip
 
 OutType = Literal["F16", "BF16", "F32"]
@@ -36,16 +37,20 @@ NEED_IMATRIX = frozenset(("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ2_M
 
 
 class QuantizeSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One artifact to write. `calib` holds NAME|PATH[:WEIGHT]; `skip` regular expressions on GGUF tensor names.
+    """One artifact to write. `calib` holds NAME|PATH[:WEIGHT]; `skip` regular expressions on names of tensors (gguf)
+    or modules (the torch methods) that stay in 16 bits. `calib_samples` None: as many as the texts give, at most 128.
 
-    `outtype` is the type of the GGUF that a folder is converted to before it is quantized; `converter` an upstream
-    convert_hf_to_gguf.py to use for that. `calib_samples` None: as many as the texts give, at most 128.
+    gguf alone: `type`; `imatrix`; `outtype`, the type of the GGUF that a folder is converted to before it is
+    quantized; `converter`, an upstream convert_hf_to_gguf.py to use for that. The torch methods alone: `bits`;
+    `group_size`, weights of a row that share a scale, -1 for the whole row; `sym`, no zero points; `desc_act`, columns
+    in the order of their activations (gptq); `scheme` of fp8; `engine`; `device` and `dtype` of the run. None, "" and
+    auto stand for the method's own, which check_spec puts in.
     """
 
     model: ModelFile
     out: str
     method: str = "gguf"
-    type: str = "Q4_K_M"
+    type: str = ""
     force: bool = False
     imatrix: bool = False
     calib: list[str] = []
@@ -55,6 +60,14 @@ class QuantizeSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     allow_requantize: bool = False
     outtype: str = "F16"
     converter: str | None = None
+    bits: int | None = None
+    group_size: int | None = None
+    sym: bool | None = None
+    desc_act: bool = False
+    scheme: str | None = None
+    engine: str | None = None
+    device: str = "auto"
+    dtype: str = "auto"
     threads: int | None = None
     seed: int = 0
     offline: bool = False
@@ -73,6 +86,7 @@ class Prediction(msgspec.Struct, frozen=True):
     peak_process_bytes: int
     quantize_s: float
     warnings: list[Notice]
+    peak_device_bytes: int = 0
 
 
 class InspectSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -82,17 +96,12 @@ class InspectSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def check_spec(spec: QuantizeSpec) -> QuantizeSpec:
-    """The spec with its names in their proper spelling; raises UsageError for what no model could satisfy."""
+    """The spec with its names in their proper spelling and its defaults put in.
+
+    Raises UsageError for what no model could satisfy, and for an option that the method does not have.
+    """
     if spec.method not in METHODS:
         raise unknown_name("method", spec.method, METHODS)
-    if METHODS[spec.method] is None:
-        raise UsageError(
-            f"method `{spec.method}` is not built by this version", "`--method gguf` works on every machine"
-        )
-    if spec.out and not spec.out.endswith(".gguf"):
-        raise UsageError(f"`--out {spec.out}` does not end in .gguf", f"call it `{spec.out}.gguf`")
-    spec = msgspec.structs.replace(spec, type=file_type(spec.type), outtype=_wide_type(spec.outtype))
-    _check_imatrix(spec)
     if spec.calib_length < 16 or (spec.calib_samples is not None and spec.calib_samples < 1):
         raise UsageError(
             f"{spec.calib_samples} calibration samples of {spec.calib_length} tokens",
@@ -102,6 +111,37 @@ def check_spec(spec: QuantizeSpec) -> QuantizeSpec:
         raise UsageError(f"`--threads {spec.threads}`", "give 1 or more")
     for calib in spec.calib:
         split_weight(calib)
+    if spec.method != "gguf":
+        from quantlab.quantize.torch_spec import check_torch_spec
+
+        refuse_options(spec, ("type", "outtype", "imatrix", "converter"))
+        return check_torch_spec(spec)
+    refuse_options(spec, ("bits", "group_size", "sym", "desc_act", "scheme", "engine", "device", "dtype"))
+    return _check_gguf(spec)
+
+
+def refuse_options(spec: QuantizeSpec, names: tuple[str, ...], why: str = "") -> None:
+    """Raise UsageError where one of these options is given: what does nothing is not accepted."""
+    defaults = QuantizeSpec(spec.model, spec.out)
+    for name in names:
+        if getattr(spec, name) != getattr(defaults, name):
+            raise UsageError(f"`--{name.replace('_', '-')}` does nothing for `{spec.method}`{why}", "leave it out")
+
+
+def variant(spec: QuantizeSpec) -> str:
+    """What tells the artifacts of one model apart, for names: Q4_K_M, AWQ-W4-g128, FP8-dynamic, INT8."""
+    if spec.method == "gguf":
+        return spec.type
+    from quantlab.quantize.torch_spec import torch_variant
+
+    return torch_variant(spec)
+
+
+def _check_gguf(spec: QuantizeSpec) -> QuantizeSpec:
+    if spec.out and not spec.out.endswith(".gguf"):
+        raise UsageError(f"`--out {spec.out}` does not end in .gguf", f"call it `{spec.out}.gguf`")
+    spec = msgspec.structs.replace(spec, type=file_type(spec.type or "Q4_K_M"), outtype=_wide_type(spec.outtype))
+    _check_imatrix(spec)
     return spec
 
 

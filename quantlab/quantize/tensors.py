@@ -50,7 +50,7 @@ def matching(patterns: Sequence[str], names: Sequence[str]) -> list[str]:
         except re.error as error:
             raise UsageError(f"`--skip {pattern}` is no regular expression: {error}", "try a part of a name") from error
         if not matched:
-            kinds = sorted({re.sub(r"^blk\.\d+\.", "blk.*.", name) for name in names})
+            kinds = sorted({re.sub(r"\.\d+\.", ".*.", name) for name in names})
             raise UsageError(f"`--skip {pattern}` matches no matrix of the model", f"its matrices: {', '.join(kinds)}")
         found.update(matched)
     return [name for name in names if name in found]

@@ -8,10 +8,11 @@ from datetime import UTC, datetime
 from typing import NamedTuple
 
 from quantlab.core.errors import QuantlabError, UsageError, unknown_name
-from quantlab.core.result import ModelInfo, Result
+from quantlab.core.result import ModelInfo, Result, RuntimeInfo
 from quantlab.core.text import printable
 
-KINDS = ("quantize", "inspect", "bench", "ppl")
+_MEASURING = ("bench", "ppl")
+KINDS = ("quantize", "inspect", *_MEASURING)
 _HASH_DIGITS = 8
 
 
@@ -44,7 +45,10 @@ class Setting(NamedTuple):
 
 @dataclass
 class Artifact:
-    """All that is known of one model content; of several Results of one kind and setting the newest."""
+    """All that is known of one model content; of several Results of one kind and setting the newest.
+
+    What torch computed in two dtypes is two artifacts. `runtime` is what measured it, None where nothing did.
+    """
 
     label: str
     sha256: str | None
@@ -53,6 +57,7 @@ class Artifact:
     bench: dict[Cell, Result] = field(default_factory=dict)
     ppl: dict[Setting, Result] = field(default_factory=dict)
     quantize: Result | None = None
+    runtime: RuntimeInfo | None = None
 
 
 def join(results: Iterable[Result]) -> list[Artifact]:
@@ -72,9 +77,28 @@ def join(results: Iterable[Result]) -> list[Artifact]:
         known = hashes.get(label, set())
         sha256 = result.model.sha256 or (next(iter(known)) if len(known) == 1 else None)
         groups.setdefault(f"sha256 {sha256}" if sha256 else f"label {label}", []).append(result)
-    artifacts = [_artifact(group) for group in groups.values()]
+    artifacts = [artifact for group in groups.values() for artifact in _by_dtype(group)]
     _tell_apart(artifacts)
     return artifacts
+
+
+def _by_dtype(group: list[Result]) -> list[Artifact]:
+    """The artifacts of one content: in general one; one for each dtype where torch computed in several."""
+    dtypes = dict.fromkeys(_torch_dtype(result) for result in group if result.kind in _MEASURING)
+    if len(dtypes) < 2:
+        return [_artifact(group)]
+    artifacts = []
+    for dtype in dtypes:
+        artifact = _artifact([r for r in group if r.kind not in _MEASURING or _torch_dtype(r) == dtype])
+        artifact.label += f" {dtype or 'without a dtype'}"
+        artifacts.append(artifact)
+    return artifacts
+
+
+def _torch_dtype(result: Result) -> str | None:
+    """What torch computed in; None for another runtime, where the types of the weights are the content's own."""
+    runtime = result.runtime
+    return printable(runtime.dtype) if runtime is not None and runtime.name == "torch" else None
 
 
 def _artifact(group: list[Result]) -> Artifact:
@@ -88,6 +112,8 @@ def _artifact(group: list[Result]) -> Artifact:
         labels={printable(result.label) for result in ordered},
     )
     for result in ordered:
+        if result.kind in _MEASURING:
+            artifact.runtime = result.runtime
         if result.kind == "bench":
             artifact.bench[cell_of(result)] = result
         elif result.kind == "ppl":

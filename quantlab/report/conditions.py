@@ -1,9 +1,12 @@
-"""Whether speeds of one cell were measured under like conditions: unlike runs are refused, unequal load is said."""
+"""Whether speeds of one cell were measured under like conditions: unlike runs are refused, unequal load is said.
+
+Two runtimes differ by nature, in versions, threads and devices: their speeds are compared, and a note names both.
+"""
 
 from __future__ import annotations
 
 from quantlab.core.errors import QuantlabError
-from quantlab.core.result import Result
+from quantlab.core.result import Result, RuntimeInfo
 from quantlab.core.text import printable
 from quantlab.report.artifacts import Artifact, Cell
 
@@ -29,6 +32,7 @@ def check_conditions(artifacts: list[Artifact], *, allow_env_diff: bool) -> list
             "bench them together, name the Results to compare, or pass `--allow-env-diff`",
         )
     notes = [f"unlike conditions, allowed by `--allow-env-diff`: {difference}" for difference in unlike]
+    notes += _runtimes(artifacts)
     for runs in cells.values():
         loads = sorted((result.env.load_average, label) for label, result in runs)
         (low, calm), (high, busy) = loads[0], loads[-1]
@@ -37,12 +41,29 @@ def check_conditions(artifacts: list[Artifact], *, allow_env_diff: bool) -> list
     return notes
 
 
+def _runtimes(artifacts: list[Artifact]) -> list[str]:
+    """What ran each artifact whose speed was measured, where it was not the same for all."""
+    ways: dict[str, list[str]] = {}
+    for artifact in artifacts:
+        if artifact.bench and artifact.runtime is not None:
+            ways.setdefault(runtime_name(artifact.runtime, device=True), []).append(f"`{artifact.label}`")
+    if len(ways) < 2:
+        return []
+    ran = "; ".join(f"{', '.join(labels)} in {way}" for way, labels in ways.items())
+    return [f"speed was measured in unlike runtimes, so that a difference is not of the weights alone: {ran}"]
+
+
+def runtime_name(runtime: RuntimeInfo, *, device: bool = False) -> str:
+    """What ran a model: `llama.cpp`, whose dtypes are the file's own, or `torch float16`."""
+    name = "llama.cpp" if runtime.name == "llamacpp" else runtime.name
+    dtype = f" {runtime.dtype}" if runtime.name == "torch" else ""
+    return printable(f"{name}{dtype}{f' on {runtime.device}' if device else ''}")
+
+
 def _differences(result: Result, reference: Result) -> list[str]:
     pairs = {name: (getattr(result.env, name), getattr(reference.env, name)) for name in ("cpu", "gpu", "driver", "os")}
     own, theirs = result.runtime, reference.runtime
-    if own and theirs:
+    if own and theirs and own.name == theirs.name:
         pairs |= {name: (getattr(own, name), getattr(theirs, name)) for name in ("device", "threads")}
-        # Two runtimes have unlike versions by nature.
-        if own.name == theirs.name:
-            pairs[f"{own.name} version"] = (own.version, theirs.version)
+        pairs[f"{own.name} version"] = (own.version, theirs.version)
     return [printable(f"{name} (`{a}`, `{b}`)") for name, (a, b) in pairs.items() if a != b]

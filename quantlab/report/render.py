@@ -133,7 +133,12 @@ FORMATS: dict[str, Callable[[Comparison], str]] = {
 def _identity(row: Row) -> dict[str, Any]:
     artifact = row.artifact
     cell = row.cell._asdict() if row.cell else dict.fromkeys(Cell._fields)
-    return {"label": artifact.label, "sha256": artifact.sha256, "method": printable(artifact.model.method), **cell}
+    ran = {
+        "runtime" if name == "name" else name: printable(getattr(artifact.runtime, name)) if artifact.runtime else None
+        for name in ("name", "device", "dtype")
+    }
+    named = {"label": artifact.label, "sha256": artifact.sha256, "method": printable(artifact.model.method)}
+    return {**named, **ran, **cell}
 
 
 def _plain(row: Row, column: Column, value: Value) -> dict[str, Any]:

@@ -8,10 +8,11 @@ from typing import Literal, NamedTuple
 
 from quantlab.core import units
 from quantlab.core.text import printable
-from quantlab.report.artifacts import Setting
+from quantlab.report.artifacts import Artifact, Setting
 from quantlab.report.comparison import Comparison, Row
+from quantlab.report.conditions import runtime_name
 from quantlab.report.lessons import lessons
-from quantlab.report.metrics import BENCH_METRICS, FLOOR_SHARE, SIZE, Metric, sentence
+from quantlab.report.metrics import BENCH_METRICS, DEVICE_MEMORY, FLOOR_SHARE, SIZE, Metric, sentence
 from quantlab.report.values import Column, Value
 
 
@@ -48,21 +49,46 @@ class Table:
 def tabulate(comparison: Comparison) -> Table:
     """The default table: a row for each artifact and cell, only columns that have a value."""
     several = len(comparison.cells) > 1
-    heads = [Head("model", "left"), *([Head("tokens x batch", "left")] if several else [])]
-    columns = [column for column in comparison.columns if column.metric.shown]
+    keys = [Head("model", "left"), *([Head("tokens x batch", "left")] if several else [])]
+    columns = [column for column in comparison.columns if _is_shown(column.metric, comparison)]
     titles = column_names(columns, lambda metric: metric.title)
+    facts = _facts(comparison)
     rows = []
     for row in comparison.rows:
         names = [Entry(row.artifact.label), *([Entry(str(row.cell or ""))] if several else [])]
-        rows.append([*names, *(_entry(column, row.values.get(column)) for column in columns)])
+        told = [Entry(fact(row.artifact)) for fact in facts.values()]
+        rows.append([*names, *told, *(_entry(column, row.values.get(column)) for column in columns)])
     return Table(
         title=f"against {comparison.baseline}",
-        heads=[*heads, *(Head(title) for title in titles.values())],
+        heads=[*keys, *(Head(title, "left") for title in facts), *(Head(title) for title in titles.values())],
         rows=rows,
-        keys=len(heads),
+        keys=len(keys),
         verdicts=[(_row_name(row, several), said) for row in comparison.rows if (said := _verdicts(row))],
         notes=[*_legend(comparison), *comparison.notes, *lessons(comparison)],
     )
+
+
+def _facts(comparison: Comparison) -> dict[str, Callable[[Artifact], str]]:
+    """Columns of words, where they tell rows apart: a GGUF row's label names its type, the others need the method."""
+    artifacts = [row.artifact for row in comparison.rows]
+    facts: dict[str, Callable[[Artifact], str]] = {}
+    if {artifact.model.method for artifact in artifacts} - {"none", "gguf"}:
+        facts["method"] = lambda artifact: printable(artifact.model.method)
+    if len({_runtime(artifact) for artifact in artifacts} - {""}) > 1:
+        facts["runtime"] = _runtime
+    return facts
+
+
+def _runtime(artifact: Artifact) -> str:
+    return runtime_name(artifact.runtime) if artifact.runtime else ""
+
+
+def _is_shown(metric: Metric, comparison: Comparison) -> bool:
+    """Whether the default table has a column for it; a device's memory only where a device was used."""
+    if metric is DEVICE_MEMORY:
+        values = [row.values.get(Column(metric)) for row in comparison.rows]
+        return any(value is not None and value.interval.estimate > 0 for value in values)
+    return metric.shown
 
 
 def _entry(column: Column, value: Value | None) -> Entry:
@@ -112,7 +138,8 @@ def _row_name(row: Row, several: bool) -> str:
 
 def _legend(comparison: Comparison) -> list[str]:
     """How to read the numbers; only the parts that this table needs."""
-    values = [value for row in comparison.rows for column, value in row.values.items() if column.metric.shown]
+    shown = {column for column in comparison.columns if _is_shown(column.metric, comparison)}
+    values = [value for row in comparison.rows for column, value in row.values.items() if column in shown]
     parts = [f"changes are against `{comparison.baseline}`"] if any(value.ratio for value in values) else []
     if any(value.interval.low is not None for value in values):
         parts.append("± is the 95% interval of the mean (of speeds the geometric mean)")
@@ -122,11 +149,16 @@ def _legend(comparison: Comparison) -> list[str]:
         parts.append("(-) is not compared")
     if any(column.metric is FLOOR_SHARE for column in comparison.columns):
         parts.append("floor share is the part of TPOT that reading weights and KV cache at full bandwidth would take")
+    if any(column.metric.name == "tpot_generate" for column in comparison.columns):
+        parts.append("TPOT generate is that of transformers' own `generate`")
     parts.append("1 MB is 10^6 bytes")
     legend = ["; ".join(parts)]
     if len(comparison.cells) == 1:
         prompt, new, batch = ("?" if n is None else n for n in comparison.cells[0])
         legend.append(f"speed: {prompt} prompt tokens, {new} new tokens, batch {batch}")
+    ways = {runtime_name(row.artifact.runtime, device=True): None for row in comparison.rows if row.artifact.runtime}
+    if len(ways) == 1 and (way := next(iter(ways))).startswith("torch"):
+        legend.append(f"computed by {way}")
     data = {s: r.details.get("data_label") for row in comparison.rows for s, r in row.artifact.ppl.items()}
     legend += [f"quality: {setting}{f', {printable(str(name))}' if name else ''}" for setting, name in data.items()]
     return legend

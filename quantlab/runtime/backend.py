@@ -54,6 +54,8 @@ class Loaded:
     # Whether the tokenizer puts BOS before a text.
     adds_bos: bool
     chat_template: str | None
+    # Layers that are stored quantized but held in 16 or 32 bits, by the type that is stored.
+    decompressed: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass
@@ -182,8 +184,8 @@ def generate_static(backend: Backend, requests: Sequence[Request]) -> list[Gener
     eos = backend.describe().eos
     start = time.perf_counter()
     generations = [Generation(start) for _ in requests]
-    tokens = _prefill_all(backend, [request.prompt for request in requests])
-    alive = _emit(tokens, list(range(len(requests))), requests, generations, eos)
+    tokens = prefill_all(backend, [request.prompt for request in requests])
+    alive = emit(tokens, list(range(len(requests))), requests, generations, eos)
     while alive:
         # One batch serves until a sequence ends, filled number by number: the weights of a step sweep the caches, and
         # numpy's own code, read from memory again for every token, would be felt in TPOT.
@@ -200,11 +202,11 @@ def generate_static(backend: Backend, requests: Sequence[Request]) -> list[Gener
                 step.tokens[i] = token
                 step.positions[i] += 1
             tokens = backend.forward(step).argmax(axis=1).tolist()
-            alive = _emit(tokens, alive, requests, generations, eos)
+            alive = emit(tokens, alive, requests, generations, eos)
     return generations
 
 
-def _prefill_all(backend: Backend, prompts: Sequence[Tokens]) -> list[int]:
+def prefill_all(backend: Backend, prompts: Sequence[Tokens]) -> list[int]:
     """Put prompt i into sequence i, packed into full batches; returns the most likely next token of each."""
     lengths = [len(prompt) for prompt in prompts]
     n_batch = backend.describe().capacity.n_batch
@@ -221,7 +223,7 @@ def _prefill_all(backend: Backend, prompts: Sequence[Tokens]) -> list[int]:
     return following
 
 
-def _emit(
+def emit(
     tokens: list[int],
     seqs: list[int],
     requests: Sequence[Request],

@@ -36,6 +36,7 @@ from quantlab.runtime.backend import (
     Tokens,
     generate_static,
 )
+from quantlab.runtime.checks import check_batch, check_requests
 
 # When llama.cpp aborts, its own message must be the last that is said, not a debugger's pages.
 os.environ.setdefault("GGML_NO_BACKTRACE", "1")
@@ -204,7 +205,7 @@ class LlamaCppBackend:
     def forward(self, batch: Batch) -> Logits:
         """Compute one step; see `Backend`."""
         n = len(batch.tokens)
-        ends, rows = self._check(batch)
+        ends, rows = check_batch(batch, self._capacity, self._n_vocab, self.length)
         arrays = self._arrays
         arrays.tokens[:n] = batch.tokens
         arrays.positions[:n] = batch.positions
@@ -236,34 +237,6 @@ class LlamaCppBackend:
             self._view = np.frombuffer(memoryview(memory), np.float32).reshape(rows, self._n_vocab)
             self._view_of = (pointer, rows)
         return self._view
-
-    def _check(self, batch: Batch) -> tuple[dict[int, int], int]:
-        """Refuse what llama.cpp would abort on; returns each sequence's new length and the number of logits rows."""
-        n = len(batch.tokens)
-        capacity = self._capacity
-        if not n == len(batch.positions) == len(batch.seqs) == len(batch.logits):
-            raise UsageError("the arrays of a batch differ in length")
-        if not 0 < n <= capacity.n_batch:
-            raise UsageError(f"a step of {n} tokens; this backend takes 1 to {capacity.n_batch}")
-        rows = batch.logits.tolist().count(True)
-        if capacity.n_outputs and rows > capacity.n_outputs:
-            raise UsageError(f"logits of {rows} tokens asked; this backend was opened for {capacity.n_outputs} a step")
-        ends: dict[int, int] = {}
-        # Plain integers: a decode step has few, and the weights have just swept numpy's code out of the caches.
-        tokens, positions, seqs = batch.tokens.tolist(), batch.positions.tolist(), batch.seqs.tolist()
-        for token, position, seq in zip(tokens, positions, seqs, strict=True):
-            if not 0 <= token < self._n_vocab:
-                raise UsageError(f"token id {token} is outside the vocabulary of {self._n_vocab}")
-            end = ends[seq] if seq in ends else self.length(seq)
-            if position != end:
-                raise UsageError(f"position {position} in sequence {seq}", f"it continues at {end}, one by one")
-            if end == capacity.n_ctx:
-                raise QuantlabError(
-                    f"sequence {seq} would hold more than the {end} tokens that this backend was opened for",
-                    "open it with a larger `n_ctx`",
-                )
-            ends[seq] = end + 1
-        return ends, rows
 
     def length(self, seq: int) -> int:
         """Tokens of `seq` in the KV cache; see `Backend`."""
@@ -357,16 +330,7 @@ class LlamaCppBackend:
 
     def generate(self, requests: Sequence[Request]) -> list[Generation]:
         """Greedy decoding of one static batch; see `Backend`."""
-        capacity = self._capacity
-        most = min(capacity.n_seq, capacity.n_batch, capacity.n_outputs or capacity.n_batch)
-        if not 0 < len(requests) <= most:
-            raise UsageError(f"{len(requests)} requests; this backend was opened for {most} at once")
-        for request in requests:
-            need = len(request.prompt) + request.max_new_tokens
-            if not len(request.prompt) or request.max_new_tokens < 1:
-                raise UsageError("a request needs a prompt and at least one new token")
-            if need > capacity.n_ctx:
-                raise UsageError(f"{need} tokens of prompt and answer; this backend was opened for {capacity.n_ctx}")
+        check_requests(requests, self._capacity, self._n_vocab)
         for seq in range(len(requests)):
             self._require_empty(seq)
         return generate_static(self, requests)

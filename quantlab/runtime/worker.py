@@ -1,7 +1,7 @@
 """A child process that does one piece of work: its crash is an error here, its peak memory is its own.
 
 The parent sends JSON lines on the child's stdin, the child answers on a private pipe; what libraries print goes to
-a log. A child whose parent is gone ends at once: its stdin closes.
+a log. A child whose parent is gone ends at once, with all that it started (runtime/process.py).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import tempfile
 import threading
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -23,6 +24,7 @@ import msgspec
 
 from quantlab.core.errors import QuantlabError, UsageError
 from quantlab.core.progress import Progress, silent
+from quantlab.runtime.process import Process
 
 # A piece of work: (spec, channel) -> what the parent receives. Named "package.module:function".
 Work = Callable[[Any, "Channel"], Any]
@@ -58,32 +60,60 @@ class Channel:
         self.send("progress", [stage, done, total])
 
 
-class Worker:
-    """The parent's side: `with Worker(call, spec) as worker: worker.result()`."""
+_MEMORY_HINT = "end other programs, or use a smaller model, fewer or shorter samples, or another machine"
 
-    def __init__(self, call: str, spec: Any, progress: Progress = silent) -> None:
+# Loads this very package from its folder: another interpreter must see it, but not the packages beside it.
+_BOOT = """\
+import importlib.util, json, sys
+init, call = sys.argv[1:]
+spec = importlib.util.spec_from_file_location("quantlab", init)
+package = importlib.util.module_from_spec(spec)
+sys.modules["quantlab"] = package
+try:
+    spec.loader.exec_module(package)
+    from quantlab.runtime.worker import child
+except Exception as error:
+    said = f"`{sys.executable}` cannot run quantlab: {error}"
+    hint = "`quantlab engines` shows the state of the engines and what to do"
+    print(json.dumps({"kind": "error", "value": {"message": said, "hint": hint, "usage": False}}))
+    sys.exit(1)
+child(call)
+"""
+_INIT = Path(__file__).resolve().parents[1] / "__init__.py"
+
+
+class Worker:
+    """The parent's side: `with Worker(call, spec) as worker: worker.result()`.
+
+    `python` is another interpreter to use. It needs msgspec, psutil and numpy beside what the work itself imports.
+    """
+
+    def __init__(self, call: str, spec: Any, progress: Progress = silent, python: Path | None = None) -> None:
         self._call, self._progress = call, progress
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the worker
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "quantlab.runtime.worker", call],
+        # The working directory is no place to import from; PYTHONPATH is not for another interpreter.
+        interpreter = [sys.executable, "-P"] if python is None else [str(python), "-I"]
+        self._process = Process(
+            [*interpreter, "-c", _BOOT, str(_INIT), call],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
         )
-        self.send(spec)
+        try:
+            self.send(spec)
+        except BaseException:
+            self._end()
+            raise
 
     def __enter__(self) -> Worker:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
-        self._process.kill()
-        self._process.wait()
-        for stream in (self._process.stdin, self._process.stdout, self._log):
-            if stream is not None:
-                try:
-                    stream.close()
-                except BrokenPipeError:
-                    continue
+        self._end()
+
+    def _end(self) -> None:
+        self._process.end()
+        self._log.close()
 
     def send(self, message: Any) -> None:
         """Send one message to the child."""
@@ -92,7 +122,9 @@ class Worker:
             self._process.stdin.write(msgspec.json.encode(message) + b"\n")
             self._process.stdin.flush()
         except BrokenPipeError:
-            raise self._died() from None
+            # What it said before it went tells more; at the end `receive` raises.
+            while True:
+                self.receive()
 
     def receive(self) -> Any:
         """The child's next message or its result; progress is passed on, errors are raised."""
@@ -115,36 +147,38 @@ class Worker:
         self._log.seek(max(0, self._log.seek(0, os.SEEK_END) - 2000))
         tail = self._log.read().decode("utf-8", "replace").strip().splitlines()[-8:]
         what = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
-        hint = (
-            "the system may have run out of memory"
-            if code == -signal.SIGKILL
-            else "run again with a smaller model or file a bug"
-        )
+        hint = "run again with a smaller model or file a bug"
+        if code == -signal.SIGKILL:
+            hint = f"the system may have run out of memory: {_MEMORY_HINT}"
         said = "; it said: " + " | ".join(tail) if tail else ""
         return QuantlabError(f"the process of `{self._call}` {what}{said}", hint)
 
 
-def run_in_child(call: str, spec: Any, progress: Progress = silent) -> Any:
+def run_in_child(call: str, spec: Any, progress: Progress = silent, python: Path | None = None) -> Any:
     """Do one piece of work in a child process and return its result as plain JSON values."""
-    with Worker(call, spec, progress) as worker:
+    with Worker(call, spec, progress, python) as worker:
         return worker.result()
 
 
-def _child() -> None:
+def child(call: str) -> None:
+    """Do the work that a Worker asks for, in its process; does not return."""
     # The parent alone decides what Ctrl-C means; it kills this process.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     output = os.dup(1)
     # Libraries print to stdout; the pipe is not for them.
     os.dup2(2, 1)
     channel = Channel(output)
-    module, _, function = sys.argv[1].partition(":")
+    module, _, function = call.partition(":")
     try:
         work: Work = getattr(importlib.import_module(module), function)
         channel.send("result", msgspec.to_builtins(work(channel.receive(), channel)))
     except QuantlabError as error:
         usage = isinstance(error, UsageError)
         channel.send("error", {"message": error.message, "hint": error.hint, "usage": usage})
-    except BaseException:
+    except BaseException as error:
+        if _out_of_memory(error):
+            channel.send("error", {"message": f"out of memory: {error or call}", "hint": _MEMORY_HINT, "usage": False})
+            os._exit(0)
         # Python's own way out would wait for the thread that holds stdin, and end in an abort over the traceback.
         traceback.print_exc()
         sys.stderr.flush()
@@ -153,5 +187,7 @@ def _child() -> None:
     os._exit(0)
 
 
-if __name__ == "__main__":
-    _child()
+def _out_of_memory(error: BaseException) -> bool:
+    """Whether Python, or torch on a device or on the CPU, could not allocate."""
+    of_torch = type(error).__name__ == "OutOfMemoryError" or "can't allocate memory" in str(error)
+    return isinstance(error, MemoryError) or of_torch

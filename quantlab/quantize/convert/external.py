@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -11,20 +10,13 @@ from quantlab.core.errors import QuantlabError
 from quantlab.core.gguf_file import read_header
 from quantlab.core.progress import Progress, silent
 from quantlab.quantize.spec import OutType
+from quantlab.runtime.process import Process
 
 _LINES_SHOWN = 6
-# The script ends as soon as its stdin does: with this process, even where that is killed.
-_RUN = """\
-import os, runpy, sys, threading
-threading.Thread(target=lambda: (os.read(0, 1), os._exit(1)), daemon=True).start()
-del sys.argv[0]
-sys.path[0] = os.path.dirname(os.path.abspath(sys.argv[0]))
-runpy.run_path(sys.argv[0], run_name="__main__")
-"""
 
 
 def convert_with(script: Path, folder: Path, out: Path, *, outtype: OutType, progress: Progress = silent) -> None:
-    """Run `script` with this Python; it writes the GGUF at `out`. Its process ends with this call, whatever happens.
+    """Run `script` with this Python; it writes the GGUF at `out`. Its processes end with this call, whatever happens.
 
     Raises QuantlabError with the last lines it printed where it fails or leaves no sound GGUF.
     """
@@ -33,14 +25,8 @@ def convert_with(script: Path, folder: Path, out: Path, *, outtype: OutType, pro
     arguments = [str(script), str(folder), "--outfile", str(out), "--outtype", outtype.lower()]
     progress("converting", 0, 1)
     with tempfile.TemporaryFile() as log:
-        process = subprocess.Popen(
-            [sys.executable, "-c", _RUN, *arguments], stdin=subprocess.PIPE, stdout=log, stderr=log
-        )
-        try:
+        with Process([sys.executable, *arguments], stdout=log, stderr=log) as process:
             code = process.wait()
-        finally:
-            process.kill()
-            process.communicate()
         log.seek(0)
         said = log.read().decode("utf-8", "replace").strip().splitlines()[-_LINES_SHOWN:]
     if code != 0 or not out.is_file():

@@ -1,0 +1,214 @@
+"""llm-compressor: fp8, int8, rtn, awq and gptq in the compressed-tensors format."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from quantlab.core import hardware
+from quantlab.core.artifact import read_json
+from quantlab.core.errors import QuantlabError, UsageError, missing_extra
+from quantlab.core.result import Notice
+from quantlab.quantize import calibration
+from quantlab.quantize.engines.companions import copy_companions, write_config
+from quantlab.quantize.torch_work import EngineDone, EngineJob
+from quantlab.runtime.worker import Channel
+
+_ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+    "HF_HUB_DISABLE_TELEMETRY": "1",
+    "LLM_COMPRESSOR_LOG_LEVEL": "ERROR",
+    "TOKENIZERS_PARALLELISM": "false",
+    "TQDM_DISABLE": "1",
+}
+
+
+def work(spec: Any, channel: Channel) -> EngineDone:
+    """Quantize one folder; writes the artifact and its probe."""
+    job = msgspec.convert(spec, EngineJob)
+    if job.desc_act:
+        raise UsageError("llmcompressor has no `--desc-act`", "leave it out, or use `--engine gptqmodel`")
+    os.environ.update(_ENVIRONMENT)
+    if job.device == "cpu":
+        # The engine takes whatever accelerator it sees.
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    try:
+        import llmcompressor  # noqa: F401
+        import torch
+    except ModuleNotFoundError as error:
+        raise missing_extra(error.name or "llmcompressor", "engines") from None
+    torch.set_num_threads(job.threads)
+    torch.manual_seed(job.seed)
+    try:
+        return _quantize(job, channel)
+    except (RuntimeError, ValueError, TypeError, AssertionError, KeyError) as error:
+        raise QuantlabError(
+            f"llmcompressor: {type(error).__name__}: {error}",
+            "try another `--engine`, or leave modules in 16 bits with `--skip`",
+        ) from error
+
+
+def _quantize(job: EngineJob, channel: Channel) -> EngineDone:
+    import torch
+
+    from quantlab.quantize.engines.llmcompressor_recipe import recipe
+    from quantlab.quantize.torch_model import load_model, load_tokenizer, probe_ids, write_probe
+
+    folder, started = Path(job.folder), time.perf_counter()
+    tokenizer = load_tokenizer(folder)
+    windows = calibration.of_tokenizer(job.calibration, tokenizer) if job.calibration else None
+    calibrated = time.perf_counter()
+    model = load_model(folder, dtype=getattr(torch, job.dtype), device=job.device)
+    loaded = time.perf_counter()
+    modifiers, losses = recipe(job, model), _watch(channel, model)
+    engine_s = _oneshot(model, tokenizer, modifiers, windows)
+    quantized, stored = time.perf_counter(), _stored_dtype(folder)
+    _round_to(model, stored)
+    write_probe(Path(job.probe), model, probe_ids(tokenizer))
+    probed = time.perf_counter()
+    channel.progress("save", 0, 1)
+    layers = _save(model, folder, Path(job.out), stored)
+    return EngineDone(
+        engine_s=engine_s,
+        layers=layers,
+        losses=losses,
+        stages_s={
+            "calibration": calibrated - started,
+            "load": loaded - calibrated,
+            "probe": probed - quantized,
+            "save": time.perf_counter() - probed,
+        },
+        calibration=windows.record if windows else None,
+        peak_process_bytes=hardware.peak_process_bytes(),
+        peak_device_bytes=torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0,
+        notices=[*(windows.notices if windows else []), *_notices(job, modifiers, windows)],
+    )
+
+
+def _oneshot(model: Any, tokenizer: Any, modifiers: list[Any], windows: Any) -> float:
+    """The engine's call, which quantizes `model` in place; returns the seconds of it."""
+    import torch
+    from compressed_tensors.offload import remove_dispatch
+    from llmcompressor import oneshot
+    from llmcompressor.pipelines.cache import IntermediatesCache
+
+    if not torch.accelerator.is_available():
+        # Pinned memory serves copies to an accelerator; where none is, torch refuses to pin.
+        IntermediatesCache.pin_memory = lambda *args, **kwargs: None
+    awq = any(type(modifier).__name__ == "Awq" for modifier in modifiers)
+    batches, started = _batches(windows), time.perf_counter()
+    oneshot(
+        model=model,
+        tokenizer=tokenizer,
+        recipe=modifiers,
+        dataset=batches,
+        use_loss_mask=awq and not windows.mask.all(),
+        # AWQ only scales: its layers still compute what they did.
+        propagate_error=not awq,
+    )
+    engine_s = time.perf_counter() - started
+    # Plain modules again: the engine wraps every parameter, and splits a tied head from its embedding.
+    remove_dispatch(model)
+    model.tie_weights()
+    return engine_s
+
+
+def _notices(job: EngineJob, modifiers: list[Any], windows: Any) -> list[Notice]:
+    notices = []
+    if windows is not None and job.method != "awq" and not windows.mask.all():
+        what = f"llmcompressor's {job.method} counts every token of the conversations, not the answers alone"
+        notices.append(Notice("calibration-mask", what))
+    rounded = [name for modifier in modifiers for name in getattr(modifier, "_rtn_fallback_module_names", [])]
+    if rounded:
+        what = f"{len(rounded)} modules were rounded, GPTQ found no solution: {', '.join(rounded[:3])}"
+        notices.append(Notice("gptq-rounded", what, "give more calibration samples"))
+    return notices
+
+
+def _batches(windows: Any) -> Any:
+    """One window a batch, in their order: the library shuffles, pads and cuts none of them."""
+    import torch
+    from torch.utils.data import DataLoader
+
+    if windows is None:
+        return None
+    rows = [
+        {"input_ids": torch.tensor(ids), "attention_mask": torch.ones(len(ids), dtype=torch.int64),
+         "loss_mask": torch.tensor(mask)}
+        for ids, mask in zip(windows.windows.astype("int64"), windows.mask.astype("int64"), strict=True)
+    ]  # fmt: skip
+    return DataLoader(rows, batch_size=1)
+
+
+def _watch(channel: Channel, model: Any) -> dict[str, float]:
+    """Report each finished layer; returns where the error that GPTQ logs of each module is kept."""
+    from llmcompressor.core import LifecycleCallbacks
+    from llmcompressor.utils.metric_logging import CompressionLogger
+
+    names = {module: name for name, module in model.named_modules()}
+    finish, log = LifecycleCallbacks.sequential_epoch_end, CompressionLogger.set_results
+    count, total, losses = 0, model.config.get_text_config().num_hidden_layers + 1, {}
+
+    def finished(*args: Any, **kwargs: Any) -> Any:
+        nonlocal count
+        result = finish(*args, **kwargs)
+        # Each modifier that looks at samples goes through all layers, and what follows them.
+        done, count = count % total + 1, count + 1
+        channel.progress("quantize" if count <= total else f"quantize, pass {(count - 1) // total + 1}", done, total)
+        return result
+
+    def logged(self: Any, name: str | None = None, loss: float | None = None) -> None:
+        if loss is not None:
+            losses[names[self.module]] = float(loss)
+        log(self, name, loss)
+
+    LifecycleCallbacks.sequential_epoch_end = staticmethod(finished)
+    CompressionLogger.set_results = logged
+    channel.progress("quantize", 0, total)
+    return losses
+
+
+def _stored_dtype(folder: Path) -> Any:
+    """The 16-bit type of an artifact: the parent's own, float16 for a wider parent."""
+    import torch
+
+    config = read_json(folder / "config.json")
+    return torch.bfloat16 if "bfloat16" in (config.get("dtype"), config.get("torch_dtype")) else torch.float16
+
+
+def _round_to(model: Any, dtype: Any) -> None:
+    """Round what is stored as it is to the values that `dtype` holds, so that the probe is of what is written.
+
+    Weights with codes stay as they are: the codes are computed from them and from the rounded scales.
+    """
+    import torch
+    from compressed_tensors.quantization.utils import is_module_quantized
+
+    with torch.no_grad():
+        for module in model.modules():
+            for name, value in module.named_parameters(recurse=False):
+                if value.dtype == torch.float32 and not (name == "weight" and is_module_quantized(module)):
+                    value.copy_(value.to(dtype))
+
+
+def _save(model: Any, parent: Path, out: Path, dtype: Any) -> list[str]:
+    """Write codes, scales and the rest in `dtype`, with what is the parent's; returns the names of what has codes."""
+    import torch
+    from compressed_tensors.compressors import ModelCompressor
+    from compressed_tensors.quantization.utils import is_module_quantized
+
+    compressor = ModelCompressor.from_pretrained_model(model)
+    compressor.compress_model(model)
+    for value in model.parameters():
+        if value.dtype == torch.float32:
+            value.data = value.data.to(dtype)
+    type(model).save_pretrained(model, out)
+    copy_companions(parent, out)
+    write_config(parent, out, dtype=str(dtype).removeprefix("torch."))
+    compressor.update_config(str(out))
+    return [name for name, module in model.named_modules() if is_module_quantized(module)]

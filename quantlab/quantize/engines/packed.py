@@ -1,0 +1,241 @@
+"""What the engines gptqmodel and optimum share: gptqmodel's packed modules, in memory and on disk."""
+
+from __future__ import annotations
+
+import os
+import re
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from quantlab.core import hardware
+from quantlab.core.errors import missing_extra
+from quantlab.core.result import Notice
+from quantlab.quantize import calibration
+from quantlab.quantize.calibration import Calibration
+from quantlab.quantize.engines.companions import copy_companions, write_config
+from quantlab.quantize.torch_work import EngineDone, EngineJob
+
+_ENVIRONMENT = {
+    # Fewer than its two loader threads and gptqmodel does not start.
+    "GPTQMODEL_CPU_WORKERS": "2",
+    # Packing is compiled at first use (30 s, a compiler, a cache in the home folder); without, it takes seconds.
+    "GPTQMODEL_DISABLE_PACK_EXT": "1",
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+    "HF_HUB_DISABLE_TELEMETRY": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "TQDM_DISABLE": "1",
+}
+
+
+class Quantized(msgspec.Struct):
+    """A model with packed modules, its Linear modules as they were before packing by name, and its config entry."""
+
+    model: Any
+    dense: dict[str, Any]
+    config: dict[str, Any]
+
+
+# Loads and quantizes: (job, tokenizer, calibration, what to fill in) -> the quantized model.
+Quantize = Callable[[EngineJob, Any, Calibration, EngineDone], Quantized]
+
+
+def run(spec: Any, quantize: Quantize, package: str) -> EngineDone:
+    """Do a job with `quantize`; writes the artifact and its probe. Raises QuantlabError without `package`."""
+    job = msgspec.convert(spec, EngineJob)
+    paths = {name: str(Path(getattr(job, name)).resolve()) for name in ("folder", "out", "probe")}
+    job = msgspec.structs.replace(job, **paths)
+    prepare(job, package)
+    # gptqmodel writes a folder `logs` where it stands.
+    with tempfile.TemporaryDirectory() as here:
+        os.chdir(here)
+        try:
+            return _run(job, quantize)
+        finally:
+            os.chdir(job.out)
+
+
+def prepare(job: EngineJob, package: str) -> None:
+    """Set what gptqmodel and torch read when they are imported, and import them."""
+    os.environ.update(_ENVIRONMENT)
+    if job.device == "cpu":
+        # It takes whatever accelerator it sees.
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    try:
+        import gptqmodel  # noqa: F401
+        import torch
+
+        __import__(package)
+    except ModuleNotFoundError as error:
+        raise missing_extra(error.name or package, "engines") from None
+    from gptqmodel.utils import logger
+
+    logger.setup_logger().setLevel("ERROR")
+    # No progress bars: the last lines of the log are what a crash is explained with.
+    logger._suppress_live_renderables = lambda: True
+    torch.set_num_threads(job.threads)
+    torch.manual_seed(job.seed)
+
+
+def _run(job: EngineJob, quantize: Quantize) -> EngineDone:
+    import torch
+
+    from quantlab.quantize.torch_model import load_tokenizer, probe_ids, write_probe
+
+    assert job.calibration is not None
+    clock, folder, out = time.perf_counter, Path(job.folder), Path(job.out)
+    started = clock()
+    tokenizer = load_tokenizer(folder)
+    windows = calibration.of_tokenizer(job.calibration, tokenizer)
+    calibrated = clock()
+    done = EngineDone(engine_s=0.0, layers=[], calibration=dict(windows.record), notices=list(windows.notices))
+    if not windows.mask.all():
+        # A mask with holes would hide tokens from attention too.
+        message = "the engine counts every token of a conversation, also those outside of answers"
+        done.notices.append(Notice("calibration-mask", message))
+    made = quantize(job, tokenizer, windows, done)
+    quantized = clock()
+    done.layers = list(made.dense)
+    dtype = stored_dtype(folder)
+    _write_weights(made.model, out, dtype)
+    copy_companions(folder, out)
+    write_config(folder, out, dtype=str(dtype).removeprefix("torch."), quantization=made.config)
+    saved = clock()
+    # What the engine computed, before it was packed: the check's difference is that of packing.
+    for name, linear in made.dense.items():
+        made.model.set_submodule(name, linear)
+    _cast(made.model.to(job.device), getattr(torch, job.dtype))
+    write_probe(Path(job.probe), made.model, probe_ids(tokenizer))
+    done.stages_s = {
+        "calibration": calibrated - started,
+        "load": quantized - calibrated - done.engine_s,
+        "save": saved - quantized,
+        "probe": clock() - saved,
+    }
+    done.peak_process_bytes = hardware.peak_process_bytes()
+    if torch.cuda.is_available():
+        done.peak_device_bytes = torch.cuda.max_memory_allocated()
+    return done
+
+
+def stored_dtype(folder: Path) -> Any:
+    """The type of what stays in 16 bits: the parent's own, float16 for a wider parent."""
+    import torch
+    import transformers
+
+    parent = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False).dtype
+    return torch.bfloat16 if parent == torch.bfloat16 else torch.float16
+
+
+def _cast(model: Any, dtype: Any) -> None:
+    """Change the type of all parameters; what packed modules hold are buffers."""
+    for value in model.parameters():
+        value.data = value.data.to(dtype)
+
+
+def _write_weights(model: Any, out: Path, dtype: Any) -> None:
+    """Round what is not quantized to `dtype`, and write everything.
+
+    The libraries' own writers store float32 beside the codes, and pass the config through transformers' checks, which
+    refuse what gptqmodel makes of gemma3's.
+    """
+    from huggingface_hub import save_torch_state_dict
+
+    _cast(model, dtype)
+    state = model.state_dict()
+    if model.config.tie_word_embeddings:
+        for name in model._tied_weights_keys:
+            state.pop(name, None)
+    save_torch_state_dict(state, out, metadata={"format": "pt"})
+
+
+def unpacked(weight: Any, bias: Any) -> Any:
+    """A Linear of these tensors."""
+    import torch
+
+    linear = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
+    linear.weight = torch.nn.Parameter(weight, requires_grad=False)
+    linear.bias = bias
+    return linear
+
+
+def act_group_aware(job: EngineJob) -> bool:
+    """Whether columns are taken in desc_act's order as far as the plain layout of groups allows: better, and free."""
+    assert job.weights is not None
+    return not job.desc_act and job.weights.group_size > 0
+
+
+def excluded(keep: list[str]) -> dict[str, Any]:
+    """The rules by which gptqmodel leaves modules alone."""
+    return {f"-:^{re.escape(name)}$": {} for name in keep}
+
+
+def gptq_entry(
+    job: EngineJob, layers: list[str], quantizer: list[str], *, damp_percent: float, checkpoint_format: str = "gptq"
+) -> dict[str, Any]:
+    """The quantization_config of classic gptq. "gptq" stores zero points less one, "gptq_v2" as they are."""
+    assert job.weights is not None
+    entry = {
+        "quant_method": "gptq",
+        "bits": job.weights.bits,
+        "group_size": job.weights.group_size,
+        "sym": job.weights.sym,
+        "desc_act": job.desc_act,
+        "format": checkpoint_format,
+        "checkpoint_format": checkpoint_format,
+        "damp_percent": damp_percent,
+        "true_sequential": True,
+        "lm_head": False,
+        "pack_dtype": "int32",
+        "meta": {"quantizer": quantizer, "act_group_aware": act_group_aware(job)},
+    }
+    if job.keep:
+        # vLLM and gptqmodel read the first, transformers the second: it compares the ends of names.
+        entry |= {"dynamic": excluded(job.keep), "modules_in_block_to_quantize": [names_in_layer(layers) or layers]}
+    return entry
+
+
+def linears(model: Any, keep: list[str]) -> list[str]:
+    """The names of the Linear modules but the head and `keep`, in the model's order."""
+    import torch
+
+    kept = {model.get_output_embeddings(), *(model.get_submodule(name) for name in keep)}
+    named = model.named_modules()
+    return [name for name, module in named if isinstance(module, torch.nn.Linear) and module not in kept]
+
+
+def names_in_layer(layers: list[str]) -> list[str] | None:
+    """What modules are called within their layer; None where the layers differ."""
+    by_layer: dict[str, list[str]] = defaultdict(list)
+    for name in layers:
+        match = re.match(r"(.+?\.\d+)\.(.+)", name)
+        assert match is not None
+        by_layer[match[1]].append(match[2])
+    first, *others = by_layer.values()
+    return first if all(sorted(other) == sorted(first) for other in others) else None
+
+
+def note_rounded(done: EngineDone, rounded: list[str]) -> None:
+    """Say which modules calibration did not reach."""
+    if rounded:
+        done.notices.append(
+            Notice(
+                "gptq-rounded",
+                f"{len(rounded)} modules were rounded: too few calibration tokens reached them (first: `{rounded[0]}`)",
+                "give more, and more varied, calibration text",
+            )
+        )
+
+
+def note_used(done: EngineDone, used: int, given: int) -> None:
+    """Record how many tokens of calibration were used; say where it was not all."""
+    assert done.calibration is not None
+    done.calibration["tokens"] = used
+    if used != given:
+        done.notices.append(Notice("calibration-dropped", f"the engine used {used} of {given} calibration tokens"))

@@ -1,0 +1,181 @@
+"""What is recorded and said of a torch artifact: its record, its card, its recipe, its measurements, its warnings."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from quantlab import __version__
+from quantlab.core.artifact import Record
+from quantlab.core.files import write_text
+from quantlab.core.result import Measurement, ModelInfo, Notice, RuntimeInfo
+from quantlab.quantize.engines import Engine
+from quantlab.quantize.gguf_facts import parent_name
+from quantlab.quantize.spec import QuantizeSpec, split_weight, variant
+from quantlab.quantize.torch_plan import Plan
+from quantlab.quantize.torch_source import TorchSource
+from quantlab.quantize.torch_spec import calibrates
+from quantlab.quantize.torch_work import Checked, EngineDone
+
+_SMALL_PARAMS = 1_000_000_000
+_CALIBRATION_OPTIONS = ("calib", "calib_samples", "calib_length", "seed")
+
+
+class Made(msgspec.Struct, frozen=True):
+    """All that is known of an artifact when it has passed its check."""
+
+    spec: QuantizeSpec
+    engine: Engine
+    source: TorchSource
+    plan: Plan
+    done: EngineDone
+    checked: Checked
+
+
+def asked(spec: QuantizeSpec) -> dict[str, Any]:
+    """The options of a checked spec that its method has, without a path of this machine."""
+    names = ["method", "bits", "group_size", "sym", "scheme", "engine", "skip"]
+    names += ["desc_act"] if spec.method == "gptq" else []
+    names += _CALIBRATION_OPTIONS if calibrates(spec) else []
+    found = {name: getattr(spec, name) for name in names if getattr(spec, name) not in (None, [])}
+    if spec.method == "int8":
+        del found["group_size"], found["sym"]
+    if "calib" in found:
+        found["calib"] = [_without_path(calib) for calib in spec.calib]
+    return found
+
+
+def record(made: Made, sha256: str) -> Record:
+    """The record in the folder: what was asked, what was done, what was measured of it."""
+    spec, done, checked = made.spec, made.done, made.checked
+    return Record(
+        quantlab=__version__,
+        method=spec.method,
+        asked=asked(spec),
+        parent=parent_name(spec.model),
+        parent_sha256=spec.model.sha256,
+        sha256=sha256,
+        parent_revision=spec.model.revision,
+        calibration=done.calibration,
+        engine=_engine(made.engine),
+        got={"quantized_layers": len(done.layers), "layers_in_16_bits": made.plan.keep, "losses": done.losses},
+        checked=_divergences(checked),
+        note=spec.model.note,
+    )
+
+
+def write_card(folder: Path, made: Made) -> None:
+    """Write README.md, the model card, and recipe.yaml, which `quantlab run` reads, beside the weights."""
+    spec = made.spec
+    options = {name: value for name, value in asked(spec).items() if name != "seed" or value}
+    recipe = {"name": variant(spec), "models": [parent_name(spec.model)], "quantize": [options]}
+    write_text(folder / "recipe.yaml", _yaml(recipe))
+    write_text(folder / "README.md", _card(made))
+
+
+def _card(made: Made) -> str:
+    spec, done, parent = made.spec, made.done, parent_name(made.spec.model)
+    head = {"base_model": parent, "library_name": "transformers", "tags": ["quantlab", spec.method]}
+    facts = asked(spec) | {
+        "quantized layers": len(done.layers),
+        "kept in 16 bits": ", ".join(made.plan.keep) or "the head and the embedding",
+    }
+    if (drawn := done.calibration) is not None:
+        facts["calibration"] = f"{drawn['samples']} samples of {drawn['length_tokens']} tokens, ids {drawn['sha256']}"
+    return "\n".join(
+        [
+            f"---\n{_yaml(head)}---\n",
+            f"# {parent}, {variant(spec)}\n",
+            f"Made by quantlab {__version__} with {_engine(made.engine)} from `{parent}` ({spec.model.sha256}).\n",
+            *(f"- {name}: {value}" for name, value in facts.items()),
+            "\nMeasured after the save, mean KL divergence in nats on a fixed text:\n",
+            *(f"- {name}: {value:.4g}" for name, value in _divergences(made.checked).items()),
+            "\n`quantlab.json` is the record; `quantlab run recipe.yaml` makes the artifact again.\n",
+        ]
+    )
+
+
+def _yaml(value: Any) -> str:
+    import yaml
+
+    return str(yaml.safe_dump(value, sort_keys=False, allow_unicode=True))
+
+
+def runtime(made: Made) -> RuntimeInfo:
+    """What did the work."""
+    plan = made.plan
+    name, version = _engine(made.engine).split(" ", 1)
+    return RuntimeInfo(name, version, plan.device, plan.dtype, {}, plan.threads)
+
+
+def measurements(made: Made, info: ModelInfo, duration_s: float) -> dict[str, Measurement]:
+    """The measurements of the contract: memory is the larger of the engine's and the check's process."""
+    done, checked = made.done, made.checked
+    device = max(done.peak_device_bytes, checked.peak_device_bytes)
+    found = {
+        "duration": Measurement("s", "lower", [duration_s]),
+        "engine_duration": Measurement("s", "lower", [done.engine_s]),
+        "peak_process_bytes": Measurement("bytes", "lower", [max(done.peak_process_bytes, checked.peak_process_bytes)]),
+        "peak_device_bytes": Measurement("bytes", "lower", [device]),
+        "size_bytes": Measurement("bytes", "lower", [info.size_bytes]),
+        "bits_per_weight": Measurement("bits", "lower", [info.bits_per_weight]),
+    }
+    return found | {
+        f"check_{name}": Measurement("nat", "lower", [value]) for name, value in _divergences(checked).items()
+    }
+
+
+def details(made: Made) -> dict[str, Any]:
+    """Asked beside got, predicted beside measured, and the facts that are no samples."""
+    plan, done, checked = made.plan, made.done, made.checked
+    found: dict[str, Any] = {
+        "asked": variant(made.spec),
+        "got": {"quantized_layers": len(done.layers), "layers_in_16_bits": plan.keep},
+        "engine": _engine(made.engine),
+        "stages_s": {**done.stages_s, **{f"check: {name}": s for name, s in checked.stages_s.items()}},
+        "losses": done.losses,
+        "predicted": {
+            "size_bytes": plan.prediction.size_bytes,
+            "peak_process_bytes": plan.prediction.peak_process_bytes,
+            "quantize_s": plan.prediction.quantize_s,
+        },
+    }
+    if done.calibration is not None:
+        found["calibration"] = done.calibration
+    return found
+
+
+def loss_notices(made: Made) -> list[Notice]:
+    """What a reader must know about what quantizing loses."""
+    params, spec = made.source.params, made.spec
+    few = spec.bits is not None and spec.bits < 8
+    if params < _SMALL_PARAMS and few:
+        return [
+            Notice(
+                "small-model",
+                f"{params / 1e6:.3g} million parameters: small models lose more quality to few bits",
+                "measure it: `quantlab ppl ARTIFACT --against PARENT`",
+            )
+        ]
+    return []
+
+
+def _divergences(checked: Checked) -> dict[str, float]:
+    found = {
+        "kld_engine": checked.kld_engine,
+        "kld_parent": checked.kld_parent,
+        "kld_rounding": checked.kld_rounding,
+    }
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _engine(engine: Engine) -> str:
+    return f"{engine.name} {engine.pins[engine.name]}"
+
+
+def _without_path(calib: str) -> str:
+    """NAME:WEIGHT of a set; of a file its name alone, since a path tells of this machine."""
+    name, weight = split_weight(calib)
+    return Path(name).name + (f":{weight:g}" if weight != 1 else "")

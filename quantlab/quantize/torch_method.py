@@ -1,0 +1,151 @@
+"""The torch methods (awq, gptq, fp8, int8, rtn): a folder goes in, a checked one for transformers and vLLM comes out.
+
+What can be known beforehand is checked beforehand (torch_plan.py). The engine works in a process of its own, in its
+own interpreter where it needs one; a second process loads what it saved and compares it with the model that the
+engine had in memory and with the parent. Only then the artifact gets its name; one that fails is kept as
+NAME.rejected.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import shutil
+import tempfile
+import time
+from pathlib import Path
+
+import msgspec
+
+from quantlab.core import hardware
+from quantlab.core.artifact import content_sha256, model_info, write_record
+from quantlab.core.corpus import Corpus
+from quantlab.core.errors import QuantlabError, UsageError
+from quantlab.core.files import check_space, write_text, written_folder
+from quantlab.core.model import ModelFile, file_label
+from quantlab.core.progress import Progress
+from quantlab.core.result import Notice, Outcome
+from quantlab.quantize import torch_facts as facts
+from quantlab.quantize.calibration import load_parts
+from quantlab.quantize.chinese import language_notices, speaks_chinese
+from quantlab.quantize.engines import ENGINES
+from quantlab.quantize.engines.environment import interpreter
+from quantlab.quantize.methods import check_place
+from quantlab.quantize.spec import Prediction, QuantizeSpec
+from quantlab.quantize.torch_plan import Plan, plan
+from quantlab.quantize.torch_source import TorchSource, prepare, read_source, vocabulary
+from quantlab.quantize.torch_spec import calibrates, weights
+from quantlab.quantize.torch_work import Checked, CheckJob, EngineDone, EngineJob, Samples
+from quantlab.runtime.worker import run_in_child
+
+_CHECK = "quantlab.quantize.torch_check:work"
+_REASON = "REJECTED.txt"
+
+
+def run(spec: QuantizeSpec, progress: Progress) -> Outcome:
+    """Write, check and record the artifact of `spec`, which check_spec has seen.
+
+    Raises QuantlabError before any work where the output exists, memory or disk are too small, a layer does not fit
+    the group, or the input is no plain causal language model.
+    """
+    started = time.perf_counter()
+    engine, out = ENGINES[spec.engine or ""], Path(spec.out)
+    _check_output(spec, out)
+    python = interpreter(engine)
+    with contextlib.ExitStack() as files:
+        source = read_source(spec)
+        planned = plan(source, spec)
+        check_space(out.parent, planned.disk_bytes)
+        parts, notices = _calibration(spec, source) if calibrates(spec) else ([], [])
+        prepare(source, progress)
+        folder = files.enter_context(written_folder(out, replace=spec.force))
+        probe = Path(files.enter_context(tempfile.TemporaryDirectory())) / "probe.safetensors"
+        job = _job(spec, source, planned, parts, out=folder, probe=probe)
+        done = msgspec.convert(run_in_child(engine.call, msgspec.to_builtins(job), progress, python=python), EngineDone)
+        checked = _check(spec, source, progress, artifact=folder, probe=probe, python=python)
+        if checked.fault:
+            raise _reject(folder, out, checked.fault)
+        made = facts.Made(spec, engine, source, planned, done, checked)
+        facts.write_card(folder, made)
+        write_record(folder, facts.record(made, content_sha256(folder)))
+    model = ModelFile(
+        str(out.resolve()), file_label(out), spec.out, content_sha256(out), spec.model.revision, spec.model.note
+    )
+    info = model_info(model)
+    return Outcome(
+        label=model.label,
+        model=info,
+        runtime=facts.runtime(made),
+        measurements=facts.measurements(made, info, time.perf_counter() - started),
+        warnings=[*notices, *planned.warnings, *done.notices, *checked.notices, *facts.loss_notices(made)],
+        details=facts.details(made),
+    )
+
+
+def dry_run(spec: QuantizeSpec, progress: Progress) -> Prediction:
+    """What `run` would write and need, from headers alone; raises what `run` raises for the input."""
+    return plan(read_source(spec), spec).prediction
+
+
+def _check_output(spec: QuantizeSpec, out: Path) -> None:
+    if out.resolve() == Path(spec.model.path).resolve():
+        raise UsageError(f"`{out}` is the input itself", "give the artifact another name with `--out`")
+    check_place(spec)
+
+
+def _calibration(spec: QuantizeSpec, source: TorchSource) -> tuple[list[tuple[Corpus, float]], list[Notice]]:
+    """The weighted calibration texts, read before any work, and what must be said of them."""
+    chinese = speaks_chinese(spec.model.label, vocabulary(source))
+    parts = load_parts(spec, chinese=chinese)
+    notices = language_notices(spec.model.label, parts, chinese=chinese)
+    return parts, [*notices, *(note for corpus, _ in parts for note in corpus.notes)]
+
+
+def _job(
+    spec: QuantizeSpec, source: TorchSource, planned: Plan, parts: list[tuple[Corpus, float]], *, out: Path, probe: Path
+) -> EngineJob:
+    return EngineJob(
+        method=spec.method,
+        folder=str(source.folder),
+        out=str(out),
+        probe=str(probe),
+        keep=planned.keep,
+        device=planned.device,
+        dtype=planned.dtype,
+        threads=spec.threads or hardware.usable_cores(),
+        seed=spec.seed,
+        weights=weights(spec),
+        scheme=spec.scheme,
+        desc_act=spec.desc_act,
+        calibration=Samples(parts, spec.calib_samples, spec.calib_length, spec.seed) if parts else None,
+    )
+
+
+def _check(
+    spec: QuantizeSpec, source: TorchSource, progress: Progress, *, artifact: Path, probe: Path, python: Path
+) -> Checked:
+    """Load the artifact in a fresh process: here where torch is, as its users will; else where the engine is."""
+    job = CheckJob(
+        method=spec.method,
+        folder=str(source.folder),
+        artifact=str(artifact),
+        probe=str(probe),
+        device=spec.device,
+        threads=spec.threads or hardware.usable_cores(),
+        weights=weights(spec),
+    )
+    here = all(importlib.util.find_spec(name) for name in ("torch", "transformers"))
+    found = run_in_child(_CHECK, msgspec.to_builtins(job), progress, python=None if here else python)
+    return msgspec.convert(found, Checked)
+
+
+def _reject(folder: Path, out: Path, fault: str) -> QuantlabError:
+    """Keep an artifact that failed its check where nobody takes it for one, with the reason in it."""
+    rejected = out.with_name(out.name + ".rejected")
+    shutil.rmtree(rejected, ignore_errors=True)
+    shutil.move(folder, rejected)
+    write_text(rejected / _REASON, fault + "\n")
+    return QuantlabError(
+        f"the artifact failed its check: {fault}",
+        f"it is kept as `{rejected}`; try another `--engine`, more calibration text, or check the model",
+    )

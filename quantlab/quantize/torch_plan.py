@@ -1,0 +1,243 @@
+"""What a torch method will do, from headers alone: which modules, whether they fit, what it needs.
+
+A group that does not divide a dimension is found here, before an hour of work, and by no engine.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+
+import msgspec
+import psutil
+
+from quantlab.core import hardware
+from quantlab.core.errors import QuantlabError, UsageError
+from quantlab.core.result import Notice
+from quantlab.quantize.spec import Prediction, QuantizeSpec
+from quantlab.quantize.tensors import matching
+from quantlab.quantize.torch_prediction import LAYER, Linear, predict
+from quantlab.quantize.torch_source import TorchSource
+from quantlab.quantize.torch_spec import GROUP_SIZES, calibrates
+
+_FP8_BLOCK = 128
+_NAMES_SHOWN = 2
+# What vLLM computes as one matrix, and the smallest tile (in_features, out_features) of its Marlin kernel.
+_FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+_MARLIN_IN, _MARLIN_OUT = 128, 64
+
+
+class Plan(msgspec.Struct, frozen=True):
+    """What the engine is told: `keep` are full names of the Linear modules of layers that stay in 16 bits.
+
+    `warnings` must be said of a run; the prediction has more, of what the check of a run says by itself.
+    """
+
+    keep: list[str]
+    quantized: list[Linear]
+    device: str
+    dtype: str
+    threads: int
+    disk_bytes: int
+    prediction: Prediction
+    warnings: list[Notice]
+
+
+class Misfit(msgspec.Struct, frozen=True):
+    """A module that cannot be stored as asked: `divisor` of `what` does not divide its `size`."""
+
+    module: str
+    what: str
+    divisor: int
+    dimension: str
+    size: int
+
+
+def plan(source: TorchSource, spec: QuantizeSpec) -> Plan:
+    """The plan of a checked spec.
+
+    Raises UsageError where a pattern of `skip` matches nothing, nothing is left to quantize, or layers do not fit, all
+    of them at once; QuantlabError where memory is too small.
+    """
+    every = linears(source)
+    if not every:
+        raise QuantlabError(f"`{source.folder.name}` has no Linear layers that could be quantized", "use another model")
+    skipped = set(matching(spec.skip, [linear.module for linear in every])) if spec.skip else set()
+    quantized = [linear for linear in every if linear.module not in skipped]
+    if not quantized:
+        raise UsageError("`--skip` matches every Linear layer: nothing is left to quantize", "give a narrower pattern")
+    if wrong := misfits(quantized, spec):
+        raise _does_not_fit(wrong, quantized, spec)
+    device, dtype = _device(spec), _dtype(spec, source)
+    threads = spec.threads or hardware.usable_cores()
+    prediction = predict(source, quantized, spec, device=device, dtype=dtype)
+    _check_memory(prediction)
+    warnings = [*source.notices, *prediction.warnings, *_length_notices(source, spec)]
+    # The check of an artifact says itself what vLLM makes of it.
+    said = [*warnings, *_vllm_notices(every, quantized, spec)]
+    return Plan(
+        keep=sorted(skipped),
+        quantized=quantized,
+        device=device,
+        dtype=dtype,
+        threads=threads,
+        disk_bytes=prediction.size_bytes,
+        prediction=msgspec.structs.replace(prediction, warnings=said),
+        warnings=warnings,
+    )
+
+
+def linears(source: TorchSource) -> list[Linear]:
+    """The Linear modules of the layers, in order of their names in the files."""
+    return [
+        Linear(name.removesuffix(".weight"), shape[1], shape[0])
+        for name, shape in source.shapes.items()
+        if name.endswith(".weight") and len(shape) == 2 and LAYER.search(name)
+    ]
+
+
+def misfits(modules: Iterable[Linear], spec: QuantizeSpec) -> list[Misfit]:
+    """Every dimension that the group, or the format's packing, does not divide.
+
+    Packing: gptq puts 32 / bits weights of a column into an int32, and zero points of a row; awq 8 weights of a row.
+    """
+    found = []
+    for module in modules:
+        for what, divisor, dimension in _divisors(spec):
+            size = module.in_features if dimension == "in_features" else module.out_features
+            if size % divisor:
+                found.append(Misfit(module.module, what, divisor, dimension, size))
+    return found
+
+
+def _divisors(spec: QuantizeSpec) -> list[tuple[str, int, str]]:
+    """(what, divisor, dimension) that a checked spec asks of every module."""
+    if spec.scheme == "block":
+        return [("the fp8 block", _FP8_BLOCK, "in_features"), ("the fp8 block", _FP8_BLOCK, "out_features")]
+    found = []
+    if spec.group_size is not None and spec.group_size > 0:
+        found.append(("`group_size`", spec.group_size, "in_features"))
+    if spec.method == "awq" and spec.engine != "llmcompressor":
+        found.append(("the packing of awq", 8, "out_features"))
+    if spec.method == "gptq" and spec.engine != "llmcompressor":
+        assert spec.bits is not None
+        # 3 bits cross the borders of int32: 32 weights fill 3 of them.
+        packed = 32 if spec.bits == 3 else 32 // spec.bits
+        found += [("the packing of gptq", packed, "in_features"), ("the packing of gptq", packed, "out_features")]
+    return found
+
+
+def _does_not_fit(wrong: list[Misfit], modules: list[Linear], spec: QuantizeSpec) -> UsageError:
+    kinds: dict[tuple[str, int, str, int], list[str]] = {}
+    for misfit in wrong:
+        kinds.setdefault((misfit.what, misfit.divisor, misfit.dimension, misfit.size), []).append(misfit.module)
+    said = [
+        f"{what} {divisor} does not divide `{dimension}` {size} of {_named(names)}"
+        for (what, divisor, dimension, size), names in kinds.items()
+    ]
+    hints = ["use `--scheme dynamic`"] if spec.scheme == "block" else []
+    if sizes := _that_fit(lambda size: misfits(modules, msgspec.structs.replace(spec, group_size=size)), spec):
+        others = f" (or {', '.join(map(str, sizes[1:]))})" if sizes[1:] else ""
+        hints.append(f"use `--group-size {sizes[0]}`{others}")
+    ends = {misfit.module.rpartition(".")[2] for misfit in wrong}
+    fused = {part for parts in _FUSED if set(parts) & set(ends) for part in parts}
+    names = sorted({*ends, *(fused & _last_names(modules))})
+    pattern = rf"\.{names[0]}$" if len(names) == 1 else rf"\.({'|'.join(names)})$"
+    if not all(re.search(pattern, module.module) for module in modules):
+        hints.append(f"keep these layers in 16 bits with `--skip '{pattern}'`")
+    return UsageError("; ".join(said), ", or ".join(hints) or "these shapes fit no packing of this method: use another")
+
+
+def _last_names(modules: Iterable[Linear]) -> set[str]:
+    return {module.module.rpartition(".")[2] for module in modules}
+
+
+def _that_fit(misfits_of: Callable[[int], list[Misfit]], spec: QuantizeSpec) -> list[int]:
+    if spec.group_size is None or spec.group_size == -1:
+        return []
+    return [size for size in sorted(GROUP_SIZES, reverse=True) if not misfits_of(size)]
+
+
+def _length_notices(source: TorchSource, spec: QuantizeSpec) -> list[Notice]:
+    context = source.config.get("max_position_embeddings")
+    if not calibrates(spec) or not isinstance(context, int) or spec.calib_length <= context:
+        return []
+    return [
+        Notice(
+            "calibration-length",
+            f"samples of {spec.calib_length} tokens, and the model was made for {context}",
+            f"use `--calib-length {context}` or less",
+        )
+    ]
+
+
+def _check_memory(prediction: Prediction) -> None:
+    """Raise where the process or the device lacks room now, with both numbers."""
+    free = {"memory": psutil.virtual_memory().available}
+    if prediction.peak_device_bytes:
+        free["device memory"] = hardware.nvidia_free_bytes() or 0
+    need = {"memory": prediction.peak_process_bytes, "device memory": prediction.peak_device_bytes}
+    for kind, free_bytes in free.items():
+        if need[kind] > free_bytes:
+            raise QuantlabError(
+                f"quantizing needs about {need[kind] / 1e9:.1f} GB of {kind}, {free_bytes / 1e9:.1f} GB are free",
+                "end other work, use fewer `--calib-samples` or a smaller `--calib-length`, or a larger machine"
+                + (", or `--device cpu`" if kind == "device memory" else ""),
+            )
+
+
+def _vllm_notices(every: list[Linear], quantized: list[Linear], spec: QuantizeSpec) -> list[Notice]:
+    """What transformers takes and vLLM does not, or not fast."""
+    notices, names = [], {linear.module for linear in quantized}
+    by_parent: dict[str, set[str]] = {}
+    for linear in every:
+        parent, _, name = linear.module.rpartition(".")
+        by_parent.setdefault(parent, set()).add(name)
+    for parent, parts in ((parent, there & set(fused)) for parent, there in by_parent.items() for fused in _FUSED):
+        if len({f"{parent}.{part}" in names for part in parts}) > 1:
+            notices.append(
+                Notice(
+                    "fused-split",
+                    f"vLLM computes {', '.join(sorted(parts))} of `{parent}` as one; only some of them are quantized",
+                    "skip all of them or none where vLLM shall load the artifact",
+                )
+            )
+            break
+    outside = [linear for linear in quantized if linear.in_features % _MARLIN_IN or linear.out_features % _MARLIN_OUT]
+    if outside and spec.bits is not None and spec.method != "int8":
+        first = outside[0]
+        notices.append(
+            Notice(
+                "marlin-tiles",
+                f"{len(outside)} of {len(quantized)} modules do not fill the tiles of vLLM's Marlin kernel "
+                f"({_MARLIN_IN} x {_MARLIN_OUT}; first `{first.module}`, {first.in_features} x {first.out_features}): "
+                "slower kernels compute them, or none",
+                "nothing to do for transformers and quality",
+            )
+        )
+    return notices
+
+
+def _named(names: list[str]) -> str:
+    shown = ", ".join(f"`{name}`" for name in names[:_NAMES_SHOWN])
+    return f"{len(names)} Linear layers ({shown}{', ...' if len(names) > _NAMES_SHOWN else ''})"
+
+
+def _device(spec: QuantizeSpec) -> str:
+    """Where the engine runs: CUDA where it is, else the CPU (no engine here is tested on MPS)."""
+    cuda = hardware.nvidia()[0] is not None
+    if spec.device == "cuda" and not cuda:
+        raise QuantlabError("no CUDA device was found", "use `--device cpu`, or check `nvidia-smi`")
+    if spec.device == "mps":
+        raise QuantlabError("the engines do not run on MPS", "use `--device cpu`")
+    return "cuda" if cuda and spec.device == "auto" else spec.device.replace("auto", "cpu")
+
+
+def _dtype(spec: QuantizeSpec, source: TorchSource) -> str:
+    """What the engine computes in: float32 on a CPU, whose 16-bit products are slow; else the type of the weights."""
+    if spec.dtype != "auto":
+        return spec.dtype
+    if _device(spec) == "cpu":
+        return "float32"
+    stored = source.config.get("dtype") or source.config.get("torch_dtype")
+    return stored if stored in ("float16", "bfloat16") else "float16"

@@ -1,0 +1,195 @@
+"""Size, memory and time of a torch quantization before it runs, from shapes and this machine's speed.
+
+- Size: the codes, scales, zero points and indices of the format, and 16 bits for every other weight.
+- Memory of the engine's process: the libraries, the files as they are read, the model as the engine computes it, what
+  was packed, the inputs and outputs of one layer for all samples (2 x samples x length x hidden size), two Hessians
+  (in_features^2 of float32) for each module of a layer, and logits of the check's text.
+- Memory of the device: the whole model with llmcompressor and autoawq, the widest layer twice and the embedding with
+  the others; samples and Hessians on top.
+- Time: the engine's own call. A pass is 2 x weights x tokens operations; gptq takes 2 and a Hessian
+  (2 x tokens x in_features^2 for each module) and 3 products of in_features^3 for its inverse and the updates; awq
+  takes 2 and tries 21 scales, each a pass over the searched tokens of what the scales touch; static scales take 1. All
+  at the speed that a float32 product of numpy has here. Loading, saving and checking come on top.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import time
+from collections.abc import Callable, Iterable
+
+import msgspec
+import numpy as np
+
+from quantlab.core import hardware
+from quantlab.core.result import Notice, TensorType
+from quantlab.quantize.spec import Prediction, QuantizeSpec
+from quantlab.quantize.torch_source import TorchSource
+
+# Names in a layer hold its number; what stands outside of layers (embedding, head) stays in 16 bits.
+LAYER = re.compile(r"(?<=\.)\d+(?=\.)")
+# Resident memory of Python with torch, transformers and an engine imported (torch 2.13, CPU).
+_LIBRARIES_BYTES = 650_000_000
+# As many samples as `calib_samples` None takes at most.
+_MOST_SAMPLES = 128
+_PROBE_TOKENS = 128
+_PASSES = {"gptq": 2.0, "awq": 2.0, "int8": 3.0, "fp8": 1.0}
+_SOLVES = ("gptq", "int8")
+_SOLVE_PRODUCTS = 3
+# Scales that awq tries, the weights that a trial passes (o_proj and down_proj are tried twice), and the tokens that
+# gptqmodel's search is given (engines/gptqmodel_awq.py); the others take all.
+_TRIALS, _TRIED_WEIGHTS, _SEARCH_TOKENS = 21, 1.35, 4096
+# Rounding is bound by memory: it takes as long as so many operations a weight.
+_ROUNDING_OPERATIONS = 1000
+# CUDA's compute capability from which on tensor cores multiply FP8 (Ada).
+_FP8_CAPABILITY = 8.9
+_PROBE_SIZE, _PROBE_REPEATS = 768, 3
+
+
+class Linear(msgspec.Struct, frozen=True):
+    """A Linear module: its full name and its sizes."""
+
+    module: str
+    in_features: int
+    out_features: int
+
+    @property
+    def params(self) -> int:
+        """The number of its weights."""
+        return self.in_features * self.out_features
+
+
+def predict(source: TorchSource, quantized: list[Linear], spec: QuantizeSpec, *, device: str, dtype: str) -> Prediction:
+    """The prediction for a checked spec whose engine computes in `dtype` on `device`."""
+    packed = sum(stored_bytes(linear, spec) for linear in quantized)
+    weights = sum(linear.params for linear in quantized)
+    tied = bool(source.config.get("tie_word_embeddings"))
+    others = [
+        math.prod(shape) for name, shape in source.shapes.items() if not (tied and name.endswith("lm_head.weight"))
+    ]
+    plain = sum(others) - weights
+    size_bytes = packed + 2 * plain
+    width = 4 if dtype == "float32" else 2
+    return Prediction(
+        size_bytes=size_bytes,
+        bits_per_weight=8 * size_bytes / (weights + plain),
+        tensor_types={
+            stored_kind(spec): TensorType(len(quantized), weights),
+            _plain_kind(source, spec): TensorType(len(others) - len(quantized), plain),
+        },
+        peak_process_bytes=_process_bytes(source, quantized, spec, width) + packed,
+        peak_device_bytes=_device_bytes(source, quantized, spec, width) if device == "cuda" else 0,
+        quantize_s=_operations(quantized, spec) / _operations_per_s(),
+        warnings=_warnings(spec),
+    )
+
+
+def stored_kind(spec: QuantizeSpec) -> str:
+    """The stored type of a quantized module, as core/packed.py names it."""
+    if spec.method == "fp8":
+        return "FP8_E4M3"
+    family = "" if spec.engine == "llmcompressor" else f"{spec.method.upper()}-"
+    return f"{family}INT{spec.bits}"
+
+
+def stored_bytes(linear: Linear, spec: QuantizeSpec) -> int:
+    """The bytes of a quantized module in its format, without its bias."""
+    rows, columns = linear.out_features, linear.in_features
+    if spec.method == "fp8":
+        # Static scales: one of the weights, one of the activations.
+        scales = {"block": -(-rows // 128) * -(-columns // 128), "static": 2, "dynamic": rows}[str(spec.scheme)]
+        return rows * columns + 2 * scales
+    if spec.method == "int8":
+        return rows * columns + 2 * rows
+    assert spec.bits is not None
+    assert spec.group_size is not None
+    groups = 1 if spec.group_size == -1 else columns // spec.group_size
+    if spec.engine != "llmcompressor":
+        # g_idx: an int32 a column.
+        index = 0 if spec.method == "awq" else 4 * columns
+        return rows * columns * spec.bits // 8 + rows * groups * (2 * 8 + spec.bits) // 8 + index
+    codes, zeros = (4 * -(-n * spec.bits // 32) for n in (columns, rows))
+    # weight_shape: two int64.
+    return rows * codes + 2 * rows * groups + (0 if spec.sym else zeros * groups) + 16
+
+
+def _plain_kind(source: TorchSource, spec: QuantizeSpec) -> str:
+    stored = source.config.get("dtype") or source.config.get("torch_dtype")
+    return "BF16" if stored == "bfloat16" and spec.engine != "autoawq" else "F16"
+
+
+def _tokens(spec: QuantizeSpec) -> int:
+    """The tokens that are looked at, at most; 0 for a method that needs none."""
+    if spec.method == "rtn" or spec.scheme in ("dynamic", "block"):
+        return 0
+    return (spec.calib_samples or _MOST_SAMPLES) * spec.calib_length
+
+
+def _samples_bytes(source: TorchSource, quantized: list[Linear], spec: QuantizeSpec, width: int) -> int:
+    """Inputs and outputs of a layer for all samples, and the Hessians of its modules."""
+    inout = 2 * _tokens(spec) * int(source.config.get("hidden_size") or 0) * width
+    hessians = 2 * 4 * max(_by_layer(quantized, lambda linear: linear.in_features**2), default=0)
+    return inout + (hessians if spec.method in _SOLVES else 0)
+
+
+def _process_bytes(source: TorchSource, quantized: list[Linear], spec: QuantizeSpec, width: int) -> int:
+    logits = 3 * 4 * _PROBE_TOKENS * int(source.config.get("vocab_size") or 0)
+    files = 2 * source.params
+    return _LIBRARIES_BYTES + files + source.params * width + _samples_bytes(source, quantized, spec, width) + logits
+
+
+def _device_bytes(source: TorchSource, quantized: list[Linear], spec: QuantizeSpec, width: int) -> int:
+    held = source.params
+    if spec.engine in ("gptqmodel", "optimum"):
+        widest = max(_by_layer(quantized, lambda linear: linear.params), default=0)
+        held = source.params - sum(linear.params for linear in quantized) + 2 * widest
+    return held * width + _samples_bytes(source, quantized, spec, width)
+
+
+def _by_layer(quantized: list[Linear], size: Callable[[Linear], int]) -> Iterable[int]:
+    sums: dict[str, int] = {}
+    for linear in quantized:
+        number = LAYER.search(linear.module)
+        layer = linear.module[: number.end()] if number else ""
+        sums[layer] = sums.get(layer, 0) + size(linear)
+    return sums.values()
+
+
+def _operations(quantized: list[Linear], spec: QuantizeSpec) -> float:
+    weights, tokens = sum(linear.params for linear in quantized), _tokens(spec)
+    found = float(_ROUNDING_OPERATIONS * weights)
+    if tokens:
+        found += _PASSES[spec.method] * 2 * weights * tokens
+    if spec.method in _SOLVES:
+        squares, cubes = (sum(linear.in_features**power for linear in quantized) for power in (2, 3))
+        found += 2 * tokens * squares + 2 * _SOLVE_PRODUCTS * cubes
+    if spec.method == "awq":
+        searched = min(tokens, _SEARCH_TOKENS) if spec.engine == "gptqmodel" else tokens
+        found += _TRIALS * _TRIED_WEIGHTS * 2 * weights * searched
+    return found
+
+
+def _operations_per_s() -> float:
+    """The speed of a float32 matrix product of numpy here, with the threads that it takes: the fastest of a few."""
+    a = np.ones((_PROBE_SIZE, _PROBE_SIZE), np.float32)
+    best = math.inf
+    for _ in range(_PROBE_REPEATS):
+        started = time.perf_counter()
+        a @ a
+        best = min(best, time.perf_counter() - started)
+    return 2.0 * _PROBE_SIZE**3 / best
+
+
+def _warnings(spec: QuantizeSpec) -> list[Notice]:
+    if spec.method != "fp8":
+        return []
+    if (hardware.nvidia_capability() or 0) >= _FP8_CAPABILITY:
+        return []
+    return [
+        Notice(
+            "fp8-fallback",
+            "no FP8 arithmetic here: the artifact is written all the same, and computes in 16 or 32 bits",
+            "FP8 needs a GPU of compute capability 8.9 or more (Ada, Hopper)",
+        )
+    ]

@@ -1,0 +1,291 @@
+"""What an artifact says of itself, from config.json and the headers of its tensors: no torch, no weights read.
+
+The formats: gptq is AutoGPTQ's (github.com/AutoGPTQ/AutoGPTQ, qlinear), awq is AutoAWQ's "gemm"
+(github.com/casper-hansen/AutoAWQ), compressed-tensors is github.com/vllm-project/compressed-tensors. What vLLM's
+kernels make of them is in torch_vllm.py.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from quantlab.core.artifact import read_json, safetensors_files, safetensors_header
+from quantlab.core.errors import QuantlabError
+from quantlab.core.hf_config import quantization, text_config
+from quantlab.quantize.torch_work import Weights
+
+Header = tuple[str, tuple[int, ...]]
+# The tensor that a module with codes has, and a plain one has not.
+_CODES = {"gptq": "qweight", "awq": "qweight", "compressed-tensors": "weight_scale"}
+_FLOATS = {"F16", "BF16"}
+_SCALES = {"F16", "BF16", "F32"}
+# Rotary tables of old checkpoints, which are computed and not loaded.
+_BUFFERS = re.compile(r"\.rotary_emb\.inv_freq$|\.attn\.(masked_)?bias$")
+_PATH = re.compile(r"(?<![\w.:/*\\])(?:/[\w.@+-]+){2,}|\b[A-Za-z]:\\\\?[\w.]+\\")
+# A name or a pattern is shorter, a sample of calibration text longer.
+_LONGEST_STRING = 1000
+_TEXT_FILES = ("*.json", "*.yaml", "*.yml", "*.txt", "*.md", "*.csv")
+_TOKENIZER = re.compile(r"token|vocab|merges|chat_template")
+
+
+class Stored(msgspec.Struct, frozen=True):
+    """An artifact as its headers show it.
+
+    `linears` are the (out_features, in_features) of the parent's Linear modules in layers; `quantized` those of them
+    that hold codes here; `parent` all tensors of the parent.
+    """
+
+    config: dict[str, Any]
+    tensors: dict[str, Header]
+    parent: dict[str, Header]
+    linears: dict[str, tuple[int, int]]
+    quantized: list[str]
+
+    @property
+    def method(self) -> str:
+        """gptq, awq or compressed-tensors."""
+        return str(self.config.get("quant_method"))
+
+    @property
+    def scheme(self) -> dict[str, Any]:
+        """compressed-tensors: what its one group of modules is stored as."""
+        groups = list((self.config.get("config_groups") or {}).values())
+        if len(groups) != 1 or not isinstance(groups[0], dict) or not isinstance(groups[0].get("weights"), dict):
+            raise QuantlabError("its `quantization_config` has no single group of modules in `config_groups`")
+        return groups[0]
+
+    def leaves(self, module: str) -> dict[str, Header]:
+        """The tensors of one module by their last name."""
+        return {n.rpartition(".")[2]: t for n, t in self.tensors.items() if n.rpartition(".")[0] == module}
+
+
+def stored(artifact: Path, parent: Path) -> Stored:
+    """Read config.json and the headers; QuantlabError says why they are no artifact of a torch method."""
+    config = quantization(artifact)
+    if config is None:
+        raise QuantlabError("its config.json has no `quantization_config`: loaders would take codes for weights")
+    if config.get("quant_method") not in _CODES:
+        raise QuantlabError(f"its `quant_method` is {config.get('quant_method')!r}, not one of {', '.join(_CODES)}")
+    tensors, before = _headers(artifact), _headers(parent)
+    linears = {
+        name.removesuffix(".weight"): (shape[0], shape[1])
+        for name, (_, shape) in before.items()
+        if name.endswith(".weight") and len(shape) == 2 and re.search(r"\.\d+\.", name)
+    }
+    code = _CODES[str(config["quant_method"])]
+    return Stored(config, tensors, before, linears, [name for name in linears if f"{name}.{code}" in tensors])
+
+
+def find_fault(artifact: Path, parent: Path, asked: Weights | None) -> str | None:
+    """What config.json or a tensor's shape says that is not so, or None."""
+    try:
+        found = stored(artifact, parent)
+        faults = [_settings(found, asked), _names(found, tied=bool(text_config(parent).get("tie_word_embeddings")))]
+        return next(filter(None, [*faults, _claims(found), _shapes(found), leak(artifact, parent)]), None)
+    except QuantlabError as error:
+        return error.message
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        return f"its `quantization_config` cannot be read: {error!r}"
+
+
+def weights_of(found: Stored) -> Weights | None:
+    """Bits, group and symmetry that config.json states; None for floats."""
+    config = found.config
+    if found.method == "gptq":
+        return Weights(config["bits"], config["group_size"], config["sym"])
+    if found.method == "awq":
+        return Weights(config["bits"], config["group_size"], not config["zero_point"])
+    weights = found.scheme["weights"]
+    if weights["type"] != "int":
+        return None
+    return Weights(weights["num_bits"], weights.get("group_size") or -1, weights["symmetric"])
+
+
+def _headers(folder: Path) -> dict[str, Header]:
+    found: dict[str, Header] = {}
+    for file in safetensors_files(folder):
+        for name, entry in safetensors_header(file).items():
+            if name in found:
+                raise QuantlabError(f"two files hold the tensor `{name}`")
+            found[name] = (entry["dtype"], tuple(entry["shape"]))
+    return found
+
+
+def _settings(found: Stored, asked: Weights | None) -> str | None:
+    """The keys that transformers and vLLM read, and whether they say what was asked."""
+    config = found.config
+    if found.method == "gptq":
+        if missing := [key for key in ("bits", "group_size", "sym", "desc_act") if config.get(key) is None]:
+            return f"its `quantization_config` lacks {', '.join(missing)}"
+        for key in ("checkpoint_format", "format"):
+            # gptq_v2 stores zero points as they are, gptq minus one; vLLM's Marlin reads neither field.
+            if config.get(key) not in (None, "gptq"):
+                return f"its `{key}` is {config[key]!r}, and the classic format is 'gptq'"
+    if found.method == "awq":
+        if missing := [key for key in ("bits", "group_size", "zero_point") if config.get(key) is None]:
+            return f"its `quantization_config` lacks {', '.join(missing)}"
+        if str(config.get("version", config.get("format"))).lower() != "gemm":
+            return f"its awq `version` is {config.get('version')!r}, and only 'gemm' is loaded everywhere"
+    says = weights_of(found)
+    if asked is not None and says != asked:
+        return f"its config.json says {_spoken(says)}, and {_spoken(asked)} was asked"
+    return None
+
+
+def _spoken(weights: Weights | None) -> str:
+    if weights is None:
+        return "floats"
+    return f"{weights.bits} bits, group {weights.group_size}, {'symmetric' if weights.sym else 'with zero points'}"
+
+
+def _names(found: Stored, *, tied: bool) -> str | None:
+    """Whether the tensors are those of the parent, with codes for the weights of quantized modules."""
+    if not found.quantized:
+        return "it holds no quantized module"
+    packed = {f"{module}.{leaf}" for module in found.quantized for leaf in found.leaves(module)}
+    codes = {f"{module}.weight" for module in found.quantized}
+    before = {name for name in found.parent if not _BUFFERS.search(name)}
+    extra = sorted(name for name in found.tensors.keys() - before - packed if not _BUFFERS.search(name))
+    if tied and (head := [name for name in extra if name.endswith("lm_head.weight")]):
+        return f"it stores the tied head a second time, as `{head[0]}`"
+    if extra:
+        return f"it holds `{extra[0]}`, which its parent does not have"
+    lost = sorted(before - found.tensors.keys() - codes)
+    # A parent may hold its tied head twice.
+    if lost := [name for name in lost if not (tied and name.endswith("lm_head.weight"))]:
+        return f"it lost `{lost[0]}`"
+    return None
+
+
+def _claims(found: Stored) -> str | None:
+    """Whether the modules that config.json claims as quantized are those that hold codes."""
+    # The head stays in 16 bits: many loaders have no kernel for one with codes.
+    if found.config.get("lm_head") or (found.method == "compressed-tensors" and claims(found, "lm_head")):
+        return "its config.json claims the head as quantized, and no codes of it are stored"
+    for module in found.linears:
+        claimed, packed = claims(found, module), module in found.quantized
+        if claimed and not packed:
+            return f"its config.json claims `{module}` as quantized, and no codes of it are stored"
+        if packed and not claimed:
+            return f"it stores codes of `{module}`, which its config.json excludes from quantization"
+    return None
+
+
+def claims(found: Stored, module: str) -> bool:
+    """Whether transformers, by config.json, loads this Linear module from codes."""
+    config = found.config
+    if found.method == "gptq":
+        inside = config.get("modules_in_block_to_quantize")
+        names = [name for block in inside for name in block] if inside else None
+        return names is None or any(module.endswith(name) for name in names)
+    if found.method == "awq":
+        kept = config.get("modules_to_not_convert") or []
+        return not any(re.match(name, module) or module.endswith(name) for name in kept)
+    targets, kept = found.scheme["targets"], config.get("ignore") or []
+    aimed = "Linear" in targets or any(matches(pattern, module) for pattern in targets)
+    return aimed and not any(matches(pattern, module) for pattern in kept)
+
+
+def matches(pattern: str, module: str) -> bool:
+    """compressed-tensors' rule: a full name, or a regular expression after `re:`."""
+    return bool(re.match(pattern[3:], module)) if pattern.startswith("re:") else pattern == module
+
+
+def _shapes(found: Stored) -> str | None:
+    for name, (kind, shape) in found.tensors.items():
+        if name in found.parent and name.rpartition(".")[0] not in found.quantized:
+            if shape != found.parent[name][1]:
+                return f"`{name}` has the shape {list(shape)}, in its parent {list(found.parent[name][1])}"
+            if len(shape) == 2 and kind not in _FLOATS:
+                return f"`{name}` is stored as {kind}, and what is not quantized belongs in 16 bits"
+    for module in found.quantized:
+        leaves = found.leaves(module)
+        for leaf, kinds, shape in _expected(found, module):
+            if leaf not in leaves:
+                return f"`{module}` lacks `{leaf}`"
+            kind, got = leaves[leaf]
+            if kind not in kinds:
+                return f"`{module}.{leaf}` is stored as {kind}, not {' or '.join(sorted(kinds))}"
+            if got != shape:
+                return f"`{module}.{leaf}` has the shape {list(got)}, and its config.json means {list(shape)}"
+    return None
+
+
+def _expected(found: Stored, module: str) -> Iterator[tuple[str, set[str], tuple[int, ...]]]:
+    """Leaf, possible types and shape of each tensor that a quantized module must have."""
+    rows, columns = found.linears[module]
+    if found.method == "compressed-tensors":
+        form = found.scheme.get("format") or found.config["format"]
+        yield from _expected_compressed(found.scheme, form, rows, columns)
+        return
+    bits, group = found.config["bits"], found.config["group_size"]
+    groups = 1 if group == -1 else math.ceil(columns / group)
+    yield "scales", _FLOATS, (groups, rows)
+    yield "qzeros", {"I32"}, (groups, rows * bits // 32)
+    if found.method == "awq":
+        yield "qweight", {"I32"}, (columns, rows * bits // 32)
+    else:
+        yield "qweight", {"I32"}, (columns * bits // 32, rows)
+        yield "g_idx", {"I32"}, (columns,)
+
+
+def _expected_compressed(
+    scheme: dict[str, Any], form: str, rows: int, columns: int
+) -> Iterator[tuple[str, set[str], tuple[int, ...]]]:
+    weights = scheme["weights"]
+    bits, strategy = weights["num_bits"], weights["strategy"]
+    if strategy == "tensor":
+        scale: tuple[int, ...] = (1,)
+    elif strategy == "block":
+        height, width = weights["block_structure"]
+        scale = (math.ceil(rows / height), math.ceil(columns / width))
+    else:
+        scale = (rows, math.ceil(columns / weights["group_size"]) if strategy == "group" else 1)
+    yield "weight_scale", _SCALES, scale
+    if form == "pack-quantized":
+        yield "weight_packed", {"I32"}, (rows, math.ceil(columns * bits / 32))
+        yield "weight_shape", {"I64"}, (2,)
+        if not weights["symmetric"]:
+            yield "weight_zero_point", {"I32"}, (math.ceil(rows * bits / 32), scale[1])
+        if weights.get("actorder") == "group":
+            yield "weight_g_idx", {"I32"}, (columns,)
+    else:
+        yield "weight", {"F8_E4M3" if weights["type"] == "float" else "I8"}, (rows, columns)
+    inputs = scheme.get("input_activations")
+    if inputs and not inputs["dynamic"]:
+        yield "input_scale", _SCALES, (1,)
+
+
+def leak(artifact: Path, parent: Path) -> str | None:
+    """A path of a machine, or text that was calibrated on, in a file that quantizing wrote."""
+    for file in sorted(path for pattern in _TEXT_FILES for path in artifact.glob(pattern)):
+        if _TOKENIZER.search(file.name):
+            continue
+        text = file.read_text(encoding="utf-8")
+        original = parent / file.name
+        known = original.read_text(encoding="utf-8") if original.is_file() else ""
+        if found := next((path for path in _PATH.findall(text) if path not in known), None):
+            return f"its {file.name} holds the path `{found}`"
+        if file.suffix == ".json" and any(len(s) > _LONGEST_STRING for s in _strings(read_json(file))):
+            return f"its {file.name} holds a text of more than {_LONGEST_STRING} characters"
+    config = quantization(artifact) or {}
+    if isinstance(config.get("dataset"), list):
+        return "its config.json holds the calibration text"
+    return None
+
+
+def _strings(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _strings(item)
+    elif isinstance(value, list):
+        for item in value:
+            yield from _strings(item)

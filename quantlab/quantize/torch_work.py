@@ -1,0 +1,102 @@
+"""What the parent and the children of a torch quantization send each other."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from quantlab.core.corpus import Corpus
+from quantlab.core.result import Notice
+
+# How fp8 scales activations: per token as they come, by one calibrated scale, in blocks of 128.
+SCHEMES = ("dynamic", "static", "block")
+
+
+class Weights(msgspec.Struct, frozen=True):
+    """How weights are stored: `group_size` of a row share a scale, -1 for a whole row; `sym`: no zero points."""
+
+    bits: int
+    group_size: int
+    sym: bool
+
+
+class Samples(msgspec.Struct, frozen=True):
+    """Calibration to draw from weighted texts: `samples` (None: what they give, at most 128) of `length` tokens."""
+
+    parts: list[tuple[Corpus, float]]
+    samples: int | None
+    length: int
+    seed: int
+
+
+class EngineJob(msgspec.Struct, frozen=True):
+    """One quantization by one engine, from `folder` into the empty folder `out`.
+
+    `weights` is None for fp8, whose `scheme` says it all. `keep` are full names of Linear modules that stay in 16
+    bits. `probe` is the file that receives the logits of the model in memory on the probe
+    (quantize/torch_model.py: write_probe), before or after the save, as long as they are those of the quantized model.
+    """
+
+    method: str
+    folder: str
+    out: str
+    probe: str
+    keep: list[str]
+    device: str
+    dtype: str
+    threads: int
+    seed: int
+    weights: Weights | None = None
+    scheme: str | None = None
+    desc_act: bool = False
+    calibration: Samples | None = None
+
+
+class EngineDone(msgspec.Struct):
+    """What the engine did. `engine_s` is the engine's own call, as a bare script would make it: calibrate and quantize.
+
+    `layers` are the Linear modules that are quantized now; `losses` what the engine says of each (module -> its own
+    error, where it has one); `calibration` the record of quantize/calibration.py.
+    """
+
+    engine_s: float
+    layers: list[str]
+    losses: dict[str, float] = {}
+    stages_s: dict[str, float] = {}
+    calibration: dict[str, Any] | None = None
+    peak_process_bytes: int = 0
+    peak_device_bytes: int = 0
+    notices: list[Notice] = []
+
+
+class CheckJob(msgspec.Struct, frozen=True):
+    """An artifact to look at in a fresh process: `folder` is its parent, `probe` what the engine's model computed."""
+
+    method: str
+    folder: str
+    artifact: str
+    probe: str
+    device: str
+    threads: int
+    weights: Weights | None = None
+
+
+class Checked(msgspec.Struct):
+    """`fault`: why the artifact must not be used, or None.
+
+    Mean KL divergences in nats: from the model in the engine's memory (on the probe), from the parent, and of plain
+    rounding at the same bits from the parent (None for fp8 and int8; both on the built-in evaluation text). The blocks
+    are the means of 64 neighbouring tokens each, paired: what says how certain the last two are.
+    """
+
+    fault: str | None = None
+    kld_engine: float = 0.0
+    kld_parent: float = 0.0
+    kld_rounding: float | None = None
+    kld_parent_blocks: list[float] = []
+    kld_rounding_blocks: list[float] = []
+    peak_process_bytes: int = 0
+    peak_device_bytes: int = 0
+    stages_s: dict[str, float] = {}
+    notices: list[Notice] = []

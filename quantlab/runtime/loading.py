@@ -1,0 +1,56 @@
+"""Open a local model in the runtime that computes its format: GGUF in llama.cpp, a safetensors folder in torch."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from collections.abc import Iterator
+from pathlib import Path
+
+from quantlab.core.errors import UsageError
+from quantlab.core.hf_config import quantization
+from quantlab.runtime.backend import Backend, Capacity
+
+# What transformers imports late, by itself or for a folder quantized with a method.
+_LATE = ("transformers.modeling_utils", "transformers.models.auto.tokenization_auto")
+_LATE_FOR = {"gptq": "gptqmodel", "awq": "gptqmodel", "compressed-tensors": "compressed_tensors"}
+
+
+def import_runtime(path: Path) -> None:
+    """Import what `opened` needs, so that a process can tell a model's memory from that of its libraries."""
+    if not path.is_dir():
+        importlib.import_module("quantlab.runtime.llamacpp")
+        return
+    importlib.import_module("quantlab.runtime.torch.backend")
+    method = (quantization(path) or {}).get("quant_method")
+    for module in (*_LATE, *([_LATE_FOR[method]] if method in _LATE_FOR else [])):
+        # A library that is missing or broken is the load's to tell.
+        with contextlib.suppress(ImportError, RuntimeError):
+            importlib.import_module(module)
+
+
+@contextlib.contextmanager
+def opened(
+    path: Path, capacity: Capacity, *, device: str = "auto", dtype: str = "auto", threads: int | None = None
+) -> Iterator[Backend]:
+    """Open a `.gguf` file or a safetensors folder and close it at the end.
+
+    `dtype` (auto, float32, float16, bfloat16) is what torch computes in; a GGUF file's types are its own.
+    """
+    backend: Backend
+    if path.is_dir():
+        from quantlab.runtime.torch.backend import TorchBackend
+
+        backend = TorchBackend(path, capacity, device=device, dtype=dtype, threads=threads)
+    else:
+        if dtype != "auto":
+            raise UsageError(
+                f"`--dtype {dtype}` for `{path.name}`", "a GGUF file's types are its own; leave the option out"
+            )
+        from quantlab.runtime.llamacpp import LlamaCppBackend
+
+        backend = LlamaCppBackend(path, capacity, device=device, threads=threads)
+    try:
+        yield backend
+    finally:
+        backend.close()

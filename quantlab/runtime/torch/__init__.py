@@ -1,0 +1,1 @@
+"""Models of transformers in torch: CUDA, CPU and MPS."""

@@ -1,0 +1,196 @@
+"""Open a Hugging Face folder in torch: local files only, safetensors only, never remote code."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from quantlab.core.artifact import read_json, safetensors_files, safetensors_header
+from quantlab.core.errors import QuantlabError, UsageError, missing_extra, unknown_name
+
+# Before transformers is imported: a local folder needs no network.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TRANSFORMERS_OFFLINE", "1")
+os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+os.environ.setdefault("GPTQMODEL_CPU_WORKERS", "2")
+os.environ.setdefault("TQDM_DISABLE", "1")
+# They warn of each optional kernel that does not load.
+for _name in ("torchao", "torch.utils._pytree"):
+    logging.getLogger(_name).setLevel(logging.ERROR)
+try:
+    import torch
+    import transformers
+except ModuleNotFoundError as error:
+    raise missing_extra(str(error.name), "torch") from error
+
+DEVICES = ("auto", "cpu", "cuda", "mps")
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+def device_named(name: str) -> torch.device:
+    """The device of a name; `auto` takes cuda, then mps, then cpu. QuantlabError where the machine has none such."""
+    if name not in DEVICES:
+        raise unknown_name("device", name, DEVICES)
+    found = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
+    if name == "auto":
+        name = next(kind for kind, there in found.items() if there)
+    if not found[name]:
+        built = torch.version.cuda is not None if name == "cuda" else torch.backends.mps.is_built()
+        why = "torch finds no such device" if built else f"torch {torch.__version__} is built without it"
+        raise QuantlabError(f"no `{name}` here: {why}", "use `--device cpu`, and see `quantlab doctor`")
+    return torch.device(name)
+
+
+def dtype_named(name: str, device: torch.device, config: Any) -> torch.dtype:
+    """The dtype of a name.
+
+    `auto` is float32 on a CPU, where matrix products of 16 bits are slow and numbers shall compare; elsewhere it is
+    that of config.json, or float16 where it names none.
+    """
+    if name != "auto" and name not in DTYPES:
+        raise unknown_name("dtype", name, ("auto", *DTYPES))
+    if name != "auto":
+        return DTYPES[name]
+    stored = getattr(config, "dtype", None)
+    if device.type == "cpu":
+        return torch.float32
+    # The kernels of 4-bit weights compute in 16 bits, whatever dtype they were made from.
+    if stored not in DTYPES.values() or (stored == torch.float32 and config_method(config) in ("gptq", "awq")):
+        return torch.float16
+    return stored
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Keep the banners and progress bars of libraries to themselves; what goes wrong is raised."""
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    nowhere = io.StringIO()
+    with contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
+        yield
+
+
+def load_config(folder: Path) -> Any:
+    """The configuration of a folder; refuses what is no causal language model of transformers itself."""
+    content = read_json(folder / "config.json")
+    for file in safetensors_files(folder):
+        safetensors_header(file)
+    try:
+        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
+        hint = (
+            "its own code is not run; quantlab loads what transformers knows"
+            if "auto_map" in content
+            else (f"transformers {transformers.__version__} does not know it; a newer one may")
+        )
+        raise QuantlabError(f"`{folder / 'config.json'}`: {reason}", hint) from error
+    if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise QuantlabError(
+            f"`{folder}` ({config.model_type}) is no decoder-only language model", "give a causal language model"
+        )
+    return config
+
+
+def load_model(folder: Path, config: Any, dtype: torch.dtype, device: torch.device, attention: str) -> Any:
+    """The model in evaluation mode; a folder whose weights lack a tensor of the model is refused."""
+    _choose_kernels(config, dtype, device)
+    try:
+        with quiet():
+            model, info = transformers.AutoModelForCausalLM.from_pretrained(
+                folder,
+                config=config,
+                dtype=dtype,
+                device_map=device.type,
+                attn_implementation=attention,
+                use_safetensors=True,
+                local_files_only=True,
+                trust_remote_code=False,
+                # They are named below.
+                ignore_mismatched_sizes=True,
+                output_loading_info=True,
+            )
+    except ImportError as error:
+        raise QuantlabError(
+            f"transformers does not load `{folder}`: {_first_line(error)}", "see `quantlab engines` for what it needs"
+        ) from error
+    except torch.OutOfMemoryError as error:
+        raise QuantlabError(
+            f"`{folder}` does not fit in the memory of `{device.type}`", "use a smaller model"
+        ) from error
+    except Exception as error:
+        # Every method's own loader raises what it likes.
+        raise QuantlabError(
+            f"transformers does not load `{folder}`: {_first_line(error)}", "check it with `quantlab inspect`"
+        ) from error
+    if other := sorted(info["mismatched_keys"]):
+        name, stored, wanted = other[0]
+        raise QuantlabError(
+            f"`{folder}` has {len(other)} tensors of another shape than config.json says, first `{name}`: "
+            f"{tuple(stored)} instead of {tuple(wanted)}",
+            "download the folder again",
+        )
+    if lacking := sorted(info["missing_keys"]):
+        raise QuantlabError(
+            f"`{folder}` lacks {len(lacking)} tensors of {type(model).__name__}, first `{lacking[0]}`",
+            "transformers would fill them with random numbers; download the folder again",
+        )
+    if dtype == torch.float32 and config_method(config) == "gptq":
+        for module in model.modules():
+            # Unpacked weights have the dtype of their scales: a product of float16 would be rounded once more.
+            if isinstance(getattr(module, "scales", None), torch.Tensor):
+                module.scales = module.scales.float()
+    return model.eval()
+
+
+def config_method(config: Any) -> str | None:
+    """The quantization method that config.json names."""
+    quantization = getattr(config, "quantization_config", None)
+    if isinstance(quantization, dict):
+        return quantization.get("quant_method")
+    return getattr(quantization, "quant_method", None)
+
+
+def _choose_kernels(config: Any, dtype: torch.dtype, device: torch.device) -> None:
+    """Ask the quantization's library for kernels that compute in `dtype`.
+
+    In float32 the library's own choice would round activations and scales to bfloat16 and measure the kernel instead
+    of the weights; awq has no kernel above float16. FP8 stays FP8 where the GPU multiplies it, elsewhere it is
+    decompressed.
+    """
+    method, quantization = config_method(config), getattr(config, "quantization_config", {})
+    exact = {"gptq": "gptq_torch", "awq": "torch_awq"}.get(str(method))
+    if exact and dtype == torch.float32:
+        quantization["backend"] = exact
+        # gptqmodel compiles the unpacking of each shape, seconds each: more than a perplexity run wins by it.
+        torch.compiler.set_stance("force_eager")
+    if method == "compressed-tensors" and device.type == "cuda" and dtype == torch.bfloat16:
+        able = torch.cuda.get_device_capability() >= (8, 9)
+        quantization["use_optimized_inference"] = able and _is_fp8_by_rows(quantization)
+
+
+def _is_fp8_by_rows(quantization: dict[str, Any]) -> bool:
+    """Whether weights and activations are FP8 with a scale for each row or tensor: what the GPU's product takes."""
+    groups = list(quantization.get("config_groups", {}).values())
+    return bool(groups) and all(
+        group["weights"]["type"] == "float"
+        and group["weights"]["num_bits"] == 8
+        and group["weights"]["strategy"] in ("channel", "tensor")
+        and group.get("input_activations")
+        for group in groups
+    )
+
+
+def check_threads(threads: int | None) -> None:
+    """Refuse a number of threads that torch cannot start."""
+    if threads is not None and not 1 <= threads <= 512:
+        raise UsageError(f"{threads} threads", "torch takes 1 to 512")
+
+
+def _first_line(error: BaseException) -> str:
+    return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)

@@ -1,0 +1,471 @@
+"""The torch backend passes the contract on every family, and what is its own: exactness, loading, kernels, decoding."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import hypothesis
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+from hypothesis import strategies as st  # noqa: E402
+from safetensors import safe_open  # noqa: E402
+from safetensors.numpy import load_file, save_file  # noqa: E402
+from safetensors.torch import save_file as save_torch  # noqa: E402
+
+from quantlab.core.errors import QuantlabError, UsageError  # noqa: E402
+from quantlab.runtime.backend import Backend, Batch, Capacity, Request, generate_static, prefill_all  # noqa: E402
+from quantlab.runtime.loading import opened  # noqa: E402
+from quantlab.runtime.torch.backend import TorchBackend  # noqa: E402
+from quantlab.runtime.torch.decode import StaticPass  # noqa: E402
+from quantlab.runtime.torch.kv import Blocks  # noqa: E402
+from tests import hf_folders  # noqa: E402
+from tests.backend_contract import BackendContract, Open, batch, distance, feed  # noqa: E402
+from tests.torch_artifacts import write_artifact  # noqa: E402
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma3", "phi3")
+
+
+def _opener(path: Path, device: str = "cpu") -> Iterator[Open]:
+    backends: list[Backend] = []
+
+    def open_backend(**capacity: int) -> Backend:
+        backends.append(TorchBackend(path, Capacity(**capacity), device=device, dtype="float32", threads=1))
+        return backends[-1]
+
+    yield open_backend
+    for backend in backends:
+        backend.close()
+
+
+@contextlib.contextmanager
+def on_cpu(path: Path, *, dtype: str = "auto", **capacity: int) -> Iterator[TorchBackend]:
+    backend = TorchBackend(path, Capacity(**({"n_ctx": 64} | capacity)), device="cpu", dtype=dtype, threads=1)
+    try:
+        yield backend
+    finally:
+        backend.close()
+
+
+def write_folder(folder: Path, family: str, **changed: Any) -> dict[str, np.ndarray]:
+    kind = "gemma3_text" if family == "gemma3" else family
+    window = {"sliding_window": 8} if family == "mistral" else {}
+    return hf_folders.write_folder(folder, family, model_type=kind, pad_token_id=0, **window, **changed)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random folder of each family; mistral and gemma3 look 8 tokens back."""
+    root = tmp_path_factory.mktemp("folders")
+    for family in FAMILIES:
+        write_folder(root / family, family)
+    return root
+
+
+@pytest.fixture(scope="module")
+def other_stories(stories: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """stories260K with one other tensor."""
+    other = tmp_path_factory.mktemp("other")
+    for file in stories.iterdir():
+        shutil.copyfile(file, other / file.name)
+    weights = load_file(other / "model.safetensors")
+    weights["model.layers.1.mlp.down_proj.weight"] *= -1
+    save_file(weights, other / "model.safetensors", {"format": "pt"})
+    return other
+
+
+@pytest.fixture(scope="module")
+def gemma(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A random gemma3, and the same with one other tensor."""
+    root = tmp_path_factory.mktemp("gemma")
+    text = {
+        "tokenizer": hf_folders.byte_level_tokenizer(),
+        "tokenizer_config": {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "bos_token": "<|bos|>",
+            "eos_token": "<|eos|>",
+        },
+    }
+    weights = write_folder(root / "one", "gemma3", tie_word_embeddings=False, **text)
+    weights["model.layers.1.mlp.down_proj.weight"] *= -1
+    write_folder(root / "other", "gemma3", tie_word_embeddings=False, weights=weights, **text)
+    return root / "one", root / "other"
+
+
+class TestStories(BackendContract):
+    """A trained model: SentencePiece, BOS, grouped heads."""
+
+    @pytest.fixture
+    def open_backend(self, stories: Path) -> Iterator[Open]:
+        yield from _opener(stories)
+
+    @pytest.fixture
+    def open_other(self, other_stories: Path) -> Iterator[Open]:
+        yield from _opener(other_stories)
+
+
+class TestGemma3(BackendContract):
+    """Windows of 8 tokens in six layers of seven, a byte-level tokenizer, a head of its own."""
+
+    @pytest.fixture
+    def open_backend(self, gemma: tuple[Path, Path]) -> Iterator[Open]:
+        yield from _opener(gemma[0])
+
+    @pytest.fixture
+    def open_other(self, gemma: tuple[Path, Path]) -> Iterator[Open]:
+        yield from _opener(gemma[1])
+
+
+# exactness
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_computes_what_transformers_does(folders: Path, family: str) -> None:
+    """Two sequences, longer than any window, fed ragged, interleaved and in pieces; against plain forward passes."""
+    texts = {0: np.arange(10, 70), 2: np.arange(80, 120)}
+    with on_cpu(folders / family, n_ctx=64, n_seq=3, n_batch=64, n_ubatch=7) as backend:
+        rows: dict[int, list[np.ndarray]] = {0: [], 2: []}
+        for ends in ({0: (0, 13), 2: (0, 3)}, {0: (13, 14), 2: (3, 4)}, {2: (4, 40), 0: (14, 20)}, {0: (20, 60)}):
+            owner = np.concatenate([np.full(b - a, seq) for seq, (a, b) in ends.items()])
+            at = np.concatenate([np.arange(a, b) for a, b in ends.values()])
+            order = np.argsort(at, kind="stable")
+            owner, at = owner[order], at[order]
+            ids = np.array([texts[seq][i] for seq, i in zip(owner, at, strict=True)])
+            logits = backend.forward(batch(ids, at, owner, np.ones(len(ids))))
+            for seq in ends:
+                rows[seq].append(logits[owner == seq])
+        assert [backend.length(seq) for seq in (0, 1, 2)] == [60, 0, 40]
+    model = transformers.AutoModelForCausalLM.from_pretrained(folders / family, attn_implementation="eager")
+    for seq, ids in texts.items():
+        with torch.inference_mode():
+            expected = model(torch.from_numpy(ids)[None]).logits[0].numpy()
+        assert distance(np.concatenate(rows[seq]), expected) < 1e-4
+
+
+def test_perplexity_is_that_of_transformers_own_loss(stories: Path, wiki_test: Path) -> None:
+    model = transformers.AutoModelForCausalLM.from_pretrained(stories)
+    with on_cpu(stories, n_ctx=512, n_batch=200) as backend:
+        ids = backend.encode(wiki_test.read_text(encoding="utf-8")[:4000], bos=True)[:512]
+        parts = [
+            backend.forward(Batch.of(0, ids[at : at + 200], at, logits="all")).astype(np.float64)
+            for at in range(0, 512, 200)
+        ]
+    logits = np.concatenate(parts)[:-1]
+    loss = np.log(np.exp(logits).sum(1)) - logits[np.arange(511), ids[1:]]
+    inputs = torch.from_numpy(ids.astype(np.int64))[None]
+    with torch.inference_mode():
+        expected = float(model(inputs, labels=inputs).loss)
+    assert float(np.exp(loss.mean())) == pytest.approx(np.exp(expected), rel=1e-5)
+
+
+# what is held
+
+
+def test_sizes_are_those_of_the_tensors(folders: Path, stories: Path) -> None:
+    untied = hf_folders.tensor_shapes("mistral", hf_folders.config("mistral", 373))
+    with on_cpu(folders / "mistral") as backend:
+        loaded = backend.describe()
+    rows, hidden = untied["model.embed_tokens.weight"]
+    assert rows == loaded.n_vocab
+    total = 4 * sum(int(np.prod(shape)) for shape in untied.values())
+    assert loaded.weight_bytes == total
+    # Of a table that is only looked up, one row is read.
+    assert loaded.bytes_read_per_token == total - 4 * (rows - 1) * hidden
+    assert loaded.kv_bytes_per_token == 3 * 2 * 2 * 32 * 4
+    with on_cpu(stories, dtype="bfloat16") as backend:
+        loaded = backend.describe()
+    with safe_open(stories / "model.safetensors", "np") as file:
+        params = sum(int(np.prod(file.get_slice(name).get_shape())) for name in file.keys())  # noqa: SIM118
+    # Tied: the embedding is the head, all of it is read.
+    assert loaded.weight_bytes == loaded.bytes_read_per_token == 2 * params
+    assert (loaded.runtime.dtype, loaded.kv_bytes_per_token) == ("bfloat16", 5 * 2 * 4 * 8 * 2)
+    assert loaded.runtime.kernels == {"attention Linear": 20, "mlp Linear": 15, "lm_head Linear": 1}
+
+
+def test_sharing_moves_no_bytes_until_one_writes(stories: Path) -> None:
+    with on_cpu(stories, n_ctx=64, n_seq=2, n_batch=64) as backend:
+        tokens = np.arange(10, 50, dtype=np.int32)
+        backend.forward(Batch.of(0, tokens, 0, logits="none"))
+        before = [tensor.clone() for tensor in backend._storage.keys]
+        backend.share(0, 1, 40)
+        assert backend._blocks.tables[1] == backend._blocks.tables[0]
+        assert all(torch.equal(a, b) for a, b in zip(before, backend._storage.keys, strict=True))
+        backend.forward(Batch.of(1, tokens[:1], 40, logits="none"))
+        # The third block, half full, is copied; the two full ones stay shared.
+        shared = [a == b for a, b in zip(backend._blocks.tables[0], backend._blocks.tables[1], strict=True)]
+        assert shared == [True, True, False]
+
+
+@hypothesis.given(st.data())
+def test_blocks_are_counted_right(data: st.DataObject) -> None:
+    """Any order of appending, sharing and cutting: no block is lost, given twice, or written while shared."""
+    blocks = Blocks(3, 50)
+    held: list[list[int]] = [[], [], []]
+    memory: dict[int, int] = {}
+    for step in range(data.draw(st.integers(1, 25))):
+        seq = data.draw(st.integers(0, 2))
+        action = data.draw(st.sampled_from(["append", "share", "cut"]))
+        if action == "append":
+            start = len(held[seq])
+            end = data.draw(st.integers(start, 50))
+            for source, target in blocks.extend(seq, start, end):
+                for i in range(16):
+                    memory[target * 16 + i] = memory.get(source * 16 + i, -1)
+            held[seq] += [step * 1000 + i for i in range(start, end)]
+            memory |= dict(zip(blocks.slots(seq, start, end), held[seq][start:], strict=True))
+        elif action == "share":
+            dst = data.draw(st.integers(0, 2))
+            if dst != seq and not held[dst]:
+                n = data.draw(st.integers(0, len(held[seq])))
+                blocks.share(seq, dst, n)
+                held[dst] = held[seq][:n]
+        else:
+            n = data.draw(st.integers(0, len(held[seq])))
+            blocks.truncate(seq, n)
+            held[seq] = held[seq][:n]
+        for s, tokens in enumerate(held):
+            assert [memory[place] for place in blocks.slots(s, 0, len(tokens))] == tokens
+    used = {block for table in blocks.tables for block in table}
+    assert len(used) + len(blocks._free) == 3 * blocks.per_seq
+
+
+# generate
+
+
+def test_both_ways_of_generating_agree(stories: Path) -> None:
+    with on_cpu(stories, n_ctx=128, n_seq=2, n_batch=128) as backend:
+        prompts = [backend.encode("Once upon a time there was a", bos=True), backend.encode("The dog", bos=True)]
+        requests = [Request(prompts[0], 20), Request(prompts[1], 9)]
+        static = backend.generate(requests)
+        assert [backend.length(seq) for seq in (0, 1)] == [len(prompts[0]) + 19, len(prompts[1]) + 8]
+        backend.reset()
+        plain = backend.generate_plain(requests)
+        assert [g.tokens for g in plain] == [g.tokens for g in static]
+        assert [len(g.times_s) for g in plain] == [20, 9]
+        assert all(g.start_s < g.times_s[0] and (np.diff(g.times_s) > 0).all() for g in plain)
+        assert backend.length(0) == 0
+        # The model attends by its own blocks again.
+        assert backend.generate(requests)[0].tokens == static[0].tokens
+
+
+@pytest.mark.parametrize("family", ["stories", "gemma3"])
+def test_the_pass_that_a_graph_captures(stories: Path, folders: Path, family: str) -> None:
+    """On any device: its tensors of fixed shape give the tokens that steps of growing shape give."""
+    with on_cpu(stories if family == "stories" else folders / family, n_seq=3, n_batch=64) as backend:
+        requests = [Request(np.arange(10, 30, dtype=np.int32), 20), Request(np.arange(40, 47, dtype=np.int32), 9)]
+        expected = [g.tokens for g in backend.generate(requests)]
+        backend.reset()
+        first = prefill_all(backend, [request.prompt for request in requests])
+        for seq in (0, 1):
+            backend._blocks.extend(seq, 0, 48)
+        step = StaticPass(backend._model.network, backend._storage, backend._blocks.per_seq, (2, 48))
+        step.begin(first, [20, 7], [39, 15])
+        got = [[token] for token in first]
+        for _ in range(19):
+            step.run()
+            for tokens, token in zip(got, step.tokens.tolist(), strict=True):
+                tokens.append(token)
+        assert [got[0], got[1][:9]] == expected
+
+
+def test_plain_generate_stops_where_told(stories: Path) -> None:
+    with on_cpu(stories, n_ctx=128) as backend:
+        prompt = backend.encode("Once upon a time", bos=True)
+        free = backend.generate_plain([Request(prompt, 12)])[0]
+        backend._loaded = replace(backend.describe(), eos=frozenset({free.tokens[4]}))
+        stop = backend.generate_plain([Request(prompt, 12, ignore_eos=False)])[0]
+        first = free.tokens.index(free.tokens[4])
+        assert (stop.tokens, stop.finish_reason) == (free.tokens[: first + 1], "stop")
+        assert backend.generate_plain([Request(prompt, 12)])[0].tokens == free.tokens
+
+
+# loading
+
+
+def test_devices_dtypes_and_threads(stories: Path, folders: Path) -> None:
+    for wrong, what in (
+        ({"device": "tpu"}, "tpu"), ({"dtype": "float64"}, "float64"), ({"threads": 0}, "0 threads"),
+    ):  # fmt: skip
+        with pytest.raises(UsageError, match=what):
+            TorchBackend(stories, Capacity(n_ctx=8), **wrong)
+    for device, there in (("cuda", torch.cuda.is_available()), ("mps", torch.backends.mps.is_available())):
+        if not there:
+            with pytest.raises(QuantlabError, match=f"no `{device}` here"):
+                TorchBackend(stories, Capacity(n_ctx=8), device=device)
+    hf_folders.change_config(folders / "qwen2", dtype="bfloat16")
+    with opened(folders / "qwen2", Capacity(n_ctx=8), device="cpu", threads=1) as backend:
+        assert (backend.describe().runtime.dtype, backend.describe().runtime.threads) == ("float32", 1)
+
+
+def test_a_gguf_file_has_the_types_it_has(tmp_path: Path) -> None:
+    with (
+        pytest.raises(UsageError, match=r"--dtype float16.*`a\.gguf`"),
+        opened(tmp_path / "a.gguf", Capacity(), dtype="float16"),
+    ):
+        pass
+
+
+def _without(folder: Path, name: str) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    del tensors[name]
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
+def _as_pickle(folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    torch.save({k: torch.from_numpy(v) for k, v in tensors.items()}, folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+
+
+def _remote(folder: Path) -> None:
+    (folder / "modeling_new.py").write_text("raise SystemExit('remote code ran')")
+    names = {"AutoConfig": "modeling_new.C", "AutoModelForCausalLM": "modeling_new.M"}
+    hf_folders.change_config(folder, model_type="new", auto_map=names)
+
+
+BROKEN = {
+    "lacks 1 tensors.*layers.1.mlp.up_proj": lambda f: _without(f, "model.layers.1.mlp.up_proj.weight"),
+    "no .*safetensors": _as_pickle,
+    "config.json": _remote,
+    "no decoder-only": lambda f: hf_folders.change_config(f, model_type="vit", architectures=["ViTModel"]),
+    r"another shape.*\(64, 96\)": lambda f: hf_folders.change_config(f, intermediate_size=100),
+    "tokenizer": lambda f: (f / "tokenizer.json").write_text("{}"),
+    "truncated|damaged": lambda f: (f / "model.safetensors").write_bytes((f / "model.safetensors").read_bytes()[:-100]),
+}
+
+
+@pytest.mark.parametrize("message", BROKEN)
+def test_folders_that_do_not_load_are_errors(tmp_path: Path, message: str) -> None:
+    write_folder(tmp_path / "m", "qwen2")
+    BROKEN[message](tmp_path / "m")
+    with pytest.raises(QuantlabError, match=message):
+        TorchBackend(tmp_path / "m", Capacity(n_ctx=8), device="cpu", threads=1)
+
+
+def test_attention_that_is_not_computed_is_refused(tmp_path: Path) -> None:
+    """gemma2 bends its scores by a tanh: left out, the answer would only look like one."""
+    config = transformers.Gemma2Config(
+        vocab_size=373, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16,
+    )  # fmt: skip
+    write_folder(tmp_path / "m", "llama")
+    transformers.Gemma2ForCausalLM(config).save_pretrained(tmp_path / "m")
+    with pytest.raises(QuantlabError, match=r"Gemma2Attention.*softcap"):
+        TorchBackend(tmp_path / "m", Capacity(n_ctx=8), device="cpu", threads=1)
+
+
+def test_other_state_than_keys_is_refused(tmp_path: Path) -> None:
+    config = transformers.MambaConfig(vocab_size=373, hidden_size=64, state_size=8, num_hidden_layers=2)
+    write_folder(tmp_path / "m", "llama")
+    transformers.MambaForCausalLM(config).save_pretrained(tmp_path / "m")
+    with pytest.raises(QuantlabError, match="0 of 2 layers attend"):
+        TorchBackend(tmp_path / "m", Capacity(n_ctx=8), device="cpu", threads=1)
+
+
+# quantized folders
+
+KERNELS = {"gptq": "TorchLinear", "awq": "AwqTorchLinear"}
+# What is stored quantized and held wide; int8 rounds its activations too, the kernel of awq computes in float16.
+WIDE = {"compressed": {"I32": 21}, "int8": {"I8": 21}, "fp8": {"F8_E4M3": 21}}
+TOLERANCE = {"int8": 0.1, "awq": 0.02}
+
+
+def _write_eight_bits(out: Path, parent: Path, form: str) -> dict[str, np.ndarray]:
+    """A folder of compressed-tensors with a scale for each row; returns what its weights mean."""
+    shutil.copytree(parent, out)
+    stored, means = {}, {}
+    for name, weight in load_file(parent / "model.safetensors").items():
+        means[name], stored[name] = weight, torch.from_numpy(weight)
+        if weight.ndim == 2 and ".layers." in name:
+            scale = np.abs(weight).max(1, keepdims=True) / (127 if form == "int8" else 448)
+            scaled = torch.from_numpy(weight / scale)
+            code = scaled.round().to(torch.int8) if form == "int8" else scaled.to(torch.float8_e4m3fn)
+            stored |= {name: code, f"{name}_scale": torch.from_numpy(scale)}
+            means[name] = code.float().numpy() * scale
+    save_torch(stored, out / "model.safetensors", {"format": "pt"})
+    kind = {"num_bits": 8, "type": "int" if form == "int8" else "float", "symmetric": True}
+    group: dict[str, Any] = {"targets": ["Linear"], "weights": {**kind, "strategy": "channel"}}
+    if form == "int8":
+        group["input_activations"] = {**kind, "strategy": "token", "dynamic": True}
+    hf_folders.change_config(
+        out,
+        quantization_config={
+            "quant_method": "compressed-tensors", "format": f"{kind['type']}-quantized",
+            "quantization_status": "compressed", "ignore": ["lm_head"], "config_groups": {"group_0": group},
+        },
+    )  # fmt: skip
+    return means
+
+
+@pytest.mark.parametrize("form", ["gptq", "awq", "compressed", "int8", "fp8"])
+def test_quantized_weights_compute_what_they_mean(tmp_path: Path, folders: Path, form: str) -> None:
+    pytest.importorskip("gptqmodel" if form in KERNELS else "compressed_tensors")
+    quantized, plain, parent = tmp_path / "quantized", tmp_path / "plain", folders / "qwen3"
+    if form in ("int8", "fp8"):
+        means = _write_eight_bits(quantized, parent, form)
+    else:
+        means = write_artifact(quantized, parent, form, sym=False)
+    shutil.copytree(parent, plain)
+    save_file(means, plain / "model.safetensors", {"format": "pt"})
+    tokens = np.arange(10, 50, dtype=np.int32)
+    logits, loaded = {}, {}
+    for folder in (quantized, plain):
+        with opened(folder, Capacity(n_ctx=64), device="cpu", threads=1) as backend:
+            logits[folder] = backend.forward(Batch.of(0, tokens, 0, logits="all"))
+            loaded[folder] = backend.describe()
+    assert distance(logits[quantized], logits[plain]) < TOLERANCE.get(form, 1e-4)
+    kernel = KERNELS.get(form, "Linear")
+    assert loaded[quantized].runtime.kernels == {f"attention {kernel}": 12, f"mlp {kernel}": 9, "lm_head Linear": 1}
+    assert loaded[quantized].decompressed == WIDE.get(form, {})
+    if form in WIDE:
+        # Held wide, a token reads the wide bytes, whatever the file holds.
+        assert loaded[quantized].bytes_read_per_token >= loaded[plain].bytes_read_per_token
+    else:
+        assert loaded[quantized].weight_bytes < 0.6 * loaded[plain].weight_bytes
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_cuda(stories: Path) -> None:
+    """Found without a flag; the graph gives the tokens of single steps; peaks are those of the run."""
+    prompts = [np.arange(10, 30, dtype=np.int32), np.arange(40, 47, dtype=np.int32)]
+    requests = [Request(prompts[0], 20), Request(prompts[1], 9)]
+    backend = TorchBackend(stories, Capacity(n_ctx=128, n_seq=2, n_batch=128), dtype="float32")
+    try:
+        assert backend.describe().runtime.device == "cuda"
+        by_graph = backend.generate(requests)
+        assert backend.counters()["graph_steps"] == 19
+        assert [backend.length(seq) for seq in (0, 1)] == [39, 15]
+        follow = feed(backend, 0, np.array(by_graph[0].tokens[-1:], np.int32), 39)
+        backend.reset()
+        assert [g.tokens for g in generate_static(backend, requests)] == [g.tokens for g in by_graph]
+        assert distance(feed(backend, 0, np.array(by_graph[0].tokens[-1:], np.int32), 39), follow) < 1e-3
+        backend.reset()
+        assert [g.tokens for g in backend.generate_plain(requests)] == [g.tokens for g in by_graph]
+        memory = backend.memory()
+        assert 0 < memory.device_allocated <= memory.device_peak
+    finally:
+        backend.close()
+
+
+if torch.cuda.is_available():  # test_cuda says that there is none, once.
+
+    @pytest.mark.gpu
+    class TestStoriesOnCuda(TestStories):
+        """The contract on a GPU."""
+
+        @pytest.fixture
+        def open_backend(self, stories: Path) -> Iterator[Open]:
+            yield from _opener(stories, "cuda")
+
+        @pytest.fixture
+        def open_other(self, other_stories: Path) -> Iterator[Open]:
+            yield from _opener(other_stories, "cuda")

@@ -1,0 +1,203 @@
+"""The parent's side of a torch quantization: what is left, kept, replaced and recorded, whatever the children do."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from quantlab.core.artifact import content_sha256, read_record
+from quantlab.core.errors import QuantlabError, UsageError
+from quantlab.core.model import ModelFile
+from quantlab.core.progress import silent
+from quantlab.core.result import Outcome
+from quantlab.lab.recipe import read_recipe
+from quantlab.quantize import methods, torch_method
+from quantlab.quantize.engines import ENGINES, Engine
+from quantlab.quantize.spec import QuantizeSpec
+from tests import fake_engine
+from tests.conftest import ROOT
+from tests.hf_folders import write_folder
+
+
+class FakeEngine(Engine):
+    """An engine of the tests, which every interpreter can run."""
+
+    @property
+    def call(self) -> str:
+        return "tests.fake_engine:work"
+
+
+FAKE = FakeEngine(name="gptqmodel", methods=("gptq", "awq"), pins={"gptqmodel": "0.0"}, note="fake", package="msgspec")
+
+
+def patch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setitem(ENGINES, "gptqmodel", FAKE)
+    monkeypatch.setattr(torch_method, "interpreter", lambda engine: None)
+    monkeypatch.setattr(torch_method, "_CHECK", "tests.fake_engine:check")
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    patch(monkeypatch)
+    monkeypatch.chdir(tmp_path)
+    return write_model(tmp_path / "model")
+
+
+def write_model(path: Path) -> Path:
+    write_folder(path, "llama", model_type="llama")
+    return path
+
+
+def spec_of(folder: Path, **options: Any) -> QuantizeSpec:
+    model = ModelFile(str(folder), folder.name, str(folder), content_sha256(folder))
+    given = {"out": str(folder.parent / "out" / "a.b"), "method": "gptq", "group_size": 32, "calib": ["builtin_en"]}
+    return QuantizeSpec(model, **{**given, **options})
+
+
+def run(folder: Path, **options: Any) -> Outcome:
+    return methods.run(spec_of(folder, **options), silent)
+
+
+def left(folder: Path) -> list[str]:
+    return sorted(path.name for path in (folder.parent / "out").glob("*")) + sorted(
+        path.name for path in (folder.parent / "out").glob(".*")
+    )
+
+
+def test_an_artifact_is_recorded_and_made_again_from_its_recipe(folder: Path) -> None:
+    outcome = run(folder, skip=[r"layers\.0\..*down_proj"], calib=["builtin_en:2", "builtin_zh"])
+    out = folder.parent / "out" / "a.b"
+    assert outcome.label == "a.b"
+    assert outcome.model.method == "gptq"
+    assert outcome.measurements["engine_duration"].samples == [0.5]
+    assert outcome.measurements["check_kld_rounding"].samples == [0.02]
+    record = read_record(out)
+    assert record is not None
+    assert record.asked["bits"] == 4
+    assert record.got == {
+        "quantized_layers": 2, "layers_in_16_bits": ["model.layers.0.mlp.down_proj"], "losses": {"a": 0.1},
+    }  # fmt: skip
+    assert record.sha256 == content_sha256(out) == outcome.model.sha256
+    assert record.parent_sha256 == content_sha256(folder)
+    recipe = read_recipe(out / "recipe.yaml")
+    assert recipe.quantize[0]["calib"] == ["builtin_en:2", "builtin_zh"]
+    again = {**recipe.quantize[0], "out": ""}
+    model = spec_of(folder).model
+    made = QuantizeSpec(model, **again)
+    assert methods.check_spec(made) == methods.check_spec(
+        spec_of(folder, skip=[r"layers\.0\..*down_proj"], calib=["builtin_en:2", "builtin_zh"], out="")
+    )
+    card = (out / "README.md").read_text(encoding="utf-8")
+    head = yaml.safe_load(card.split("---")[1])
+    assert head["base_model"] == "model"
+    assert "kld_rounding: 0.02" in card
+
+
+def test_no_path_of_this_machine_is_written(folder: Path, tmp_path: Path) -> None:
+    text = tmp_path / "secret-text.txt"
+    text.write_text("the words of a private text\n" * 4000, encoding="utf-8")
+    run(folder, calib=[f"{text}:1"])
+    for file in (folder.parent / "out" / "a.b").iterdir():
+        if file.suffix != ".safetensors":
+            content = file.read_text(encoding="utf-8")
+            assert str(tmp_path) not in content
+            assert "private text" not in content
+
+
+@pytest.mark.parametrize(
+    ("length", "said"),
+    [(fake_engine.CRASHES, "SIGKILL"), (fake_engine.FAILS, "singular matrix")],
+    ids=["crash", "error"],
+)
+def test_what_an_engine_does_wrong_leaves_nothing(folder: Path, length: int, said: str) -> None:
+    with pytest.raises(QuantlabError, match=said):
+        run(folder, calib_length=length)
+    assert left(folder) == []
+
+
+def test_an_artifact_that_fails_its_check_is_kept_apart(folder: Path) -> None:
+    for _ in range(2):
+        with pytest.raises(QuantlabError, match="scales are shuffled") as caught:
+            run(folder, calib_length=fake_engine.GARBAGE)
+        assert "a.b.rejected" in caught.value.hint
+        assert left(folder) == ["a.b.rejected"]
+    rejected = folder.parent / "out" / "a.b.rejected"
+    assert "shuffled" in (rejected / "REJECTED.txt").read_text(encoding="utf-8")
+    assert not (rejected / "quantlab.json").exists()
+
+
+def test_force_replaces_an_artifact_and_nothing_else(folder: Path) -> None:
+    run(folder)
+    out = folder.parent / "out" / "a.b"
+    with pytest.raises(QuantlabError, match="exists"):
+        run(folder)
+    (out / "stale").touch()
+    with pytest.raises(QuantlabError, match="singular"):
+        run(folder, force=True, calib_length=fake_engine.FAILS)
+    assert (out / "stale").exists()
+    run(folder, force=True)
+    assert not (out / "stale").exists()
+    (out / "quantlab.json").unlink()
+    with pytest.raises(QuantlabError, match="no artifact of quantlab"):
+        run(folder, force=True)
+    with pytest.raises(UsageError, match="input itself"):
+        run(folder, force=True, out=str(folder))
+    assert left(folder) == ["a.b"]
+
+
+_RUN = """\
+import json, sys
+import pytest
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+from tests.test_torch_method import patch, run
+patch(pytest.MonkeyPatch())
+run(Path(sys.argv[2]), calib_length=int(sys.argv[3]))
+"""
+
+
+def test_a_kill_at_any_moment_leaves_nothing_that_looks_finished(folder: Path) -> None:
+    """20 random moments; the next run clears what a killed one left, and no child outlives it."""
+    psutil = pytest.importorskip("psutil")
+    out, draw = folder.parent / "out", random.Random(3)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", _RUN, str(ROOT), str(folder)]
+    started = time.perf_counter()
+    subprocess.run([*command, "512"], env=environment, check=True)
+    whole_s = time.perf_counter() - started
+    assert left(folder) == ["a.b"]
+    for i in range(20):
+        if (out / "a.b").exists():
+            (out / "a.b").rename(out / "gone")
+            for file in (out / "gone").iterdir():
+                file.unlink()
+            (out / "gone").rmdir()
+        process = subprocess.Popen([*command, str(fake_engine.HANGS if i % 2 else 512)], env=environment)
+        time.sleep(draw.uniform(0, whole_s))
+        children = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        finished = (out / "a.b").exists()
+        assert [name for name in left(folder) if not name.startswith(".")] == (["a.b"] if finished else [])
+        if finished:
+            record = json.loads((out / "a.b" / "quantlab.json").read_text(encoding="utf-8"))
+            assert record["sha256"] == content_sha256(out / "a.b")
+        _, alive = psutil.wait_procs(children, timeout=5)
+        assert not alive
+    if (out / "a.b").exists():
+        (out / "a.b" / "quantlab.json").exists()
+        run(folder, force=True)
+    else:
+        run(folder)
+    assert left(folder) == ["a.b"]
