@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import random
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,12 @@ import numpy as np
 from quantlab.core.corpus import Corpus
 from quantlab.quantize.torch_work import EngineDone, EngineJob, Samples, Weights
 from quantlab.runtime.worker import run_in_child
-from tests.hf_folders import config, forward, write_folder
+from tests.hf_folders import TRAINING_TEXT, config, forward, write_folder
 
 SECRET = "the kettle sings of the wind"
-TEXT = f"the river rises in the hills and the wind turns the mill; {SECRET}. 12 345\n" * 400
+# Every line another, so that no window repeats one.
+_WORDS = random.Random(0).choices(TRAINING_TEXT.split(), k=2000)
+TEXT = "".join(f"{' '.join(_WORDS[i : i + 20])} {i}; {SECRET}.\n" for i in range(0, 2000, 20))
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma3")
 _KINDS = {"gemma3": {"model_type": "gemma3_text", "layer_types": ["sliding_attention", "full_attention"]}}

@@ -45,6 +45,14 @@ def test_help_imports_nothing_heavy() -> None:
     assert out.rstrip().endswith("[]")
 
 
+def test_help_shows_what_stands_in_brackets() -> None:
+    from quantlab.cli.app import app
+
+    text = " ".join(CliRunner().invoke(app, ["quantize", "--help"]).output.split())
+    for shown in ("org/name[@revision]", "NAME|PATH[:WEIGHT]", "[default: 4, of int8 8]", "[default: Q4_K_M]"):
+        assert shown in text
+
+
 @pytest.mark.parametrize("command", ["doctor", "quantize", "engines", "inspect", "bench", "ppl", "compare", "run"])
 def test_every_command_has_help(command: str) -> None:
     from quantlab.cli.app import app

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from quantlab.core.errors import QuantlabError, UsageError
-from quantlab.core.result import Notice, Result
+from quantlab.core.result import Notice, Result, TensorType
 from quantlab.core.statistics import paired_ratio, unpaired_ratio
 from quantlab.report.artifacts import join
 from quantlab.report.comparison import Comparison, Row, compare
@@ -456,6 +456,31 @@ def test_two_runtimes_are_compared_and_named():
     assert table.keys == 1
 
 
+def test_a_row_with_a_speed_names_what_its_speed_was_measured_in():
+    on_cpu = REPLACE(TORCH, device="cpu")
+    results = [
+        bench("f16", F16, [1.0, 1.1]),
+        bench("AWQ", Q4, [0.5, 0.55], runtime=TORCH),
+        ppl("AWQ", Q4, NLL, runtime=on_cpu),
+    ]
+    for order in (results, [results[0], results[2], results[1]]):
+        late = [REPLACE(r, started_at=f"2026-01-0{day}T00:00:00+00:00") for day, r in enumerate(order, 1)]
+        comparison = compare(late)
+        assert [row.artifact.runtime.device for row in comparison.rows] == ["cpu", "cuda"]
+        assert "`AWQ` in torch float16 on cuda" in comparison.notes[0]
+
+
+def test_quality_of_two_runtimes_is_named():
+    results = [ppl("f16", F16, NLL), ppl("AWQ", Q4, NLL, runtime=TORCH)]
+    assert any(
+        note.startswith("quality was measured in unlike runtimes")
+        and note.endswith("`f16` in llama.cpp; `AWQ` in torch float16")
+        for note in compare(results).notes
+    )
+    elsewhere = [REPLACE(r, runtime=REPLACE(TORCH, device=d)) for r, d in zip(results, ("cpu", "cuda"), strict=True)]
+    assert not any("unlike runtimes" in note for note in compare(elsewhere).notes)
+
+
 def test_one_runtime_has_no_column_and_packages_do_not_matter():
     without, beside = REPLACE(ENV, packages={"numpy": "2"}), REPLACE(ENV, packages={"numpy": "2", "torch": "2.13"})
     comparison = compare([bench("f16", F16, [1.0], env=without), bench("Q4", Q4, [1.0], env=beside)])
@@ -641,6 +666,12 @@ def test_label_and_content_are_held_side_by_side():
 def test_the_type_that_a_label_asks_for_is_its_last(label: str, kind: str | None):
     artifact = join([bench(label, Q4, [1.0])])[0]
     assert asked_type(artifact) == kind
+
+
+@pytest.mark.parametrize("label", ["demo-from-Q4_1", "demo-from-Q4_1-AWQ-W4-g64"])
+def test_a_folder_asks_for_no_gguf_type(label: str):
+    folder = REPLACE(Q4, format="safetensors", tensor_types={"AWQ-INT4": TensorType(1, 9), "F16": TensorType(1, 1)})
+    assert lessons(compare([bench("f16", F16, [1.0]), bench(label, folder, [1.0])])) == []
 
 
 def test_indistinct_perplexity_is_said():

@@ -18,10 +18,12 @@ from quantlab.core.files import (
     check_output,
     check_space,
     os_error,
+    partial_of,
     sha256_file,
     user_path,
     write_text,
     written,
+    written_folder,
 )
 
 
@@ -68,6 +70,34 @@ def test_a_temporary_file_of_a_living_process_stays(tmp_path: Path) -> None:
     other.write_text("in use")
     write_text(tmp_path / "a.txt", "mine")
     assert other.read_text() == "in use"
+
+
+def killed(path: Path) -> Path:
+    """A temporary of this process, under the name that one of a killed process would have."""
+    pid = subprocess.run(
+        [sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, check=True
+    ).stdout
+    return path.with_name(path.name.replace(f".{os.getpid()}.", f".{int(pid)}."))
+
+
+def test_a_kill_between_the_two_renames_loses_nothing(tmp_path: Path) -> None:
+    out = tmp_path / "a"
+    killed(partial_of(out, "old")).mkdir()
+    killed(partial_of(out)).mkdir()
+    with pytest.raises(QuantlabError, match="exists"), written_folder(out):
+        pass
+    assert names(tmp_path) == ["a"]
+
+
+@pytest.mark.parametrize("other", ["a.old", "a.b"])
+def test_what_belongs_to_another_name_is_neither_removed_nor_taken(tmp_path: Path, other: str) -> None:
+    left = [killed(partial_of(tmp_path / other)), killed(partial_of(tmp_path / other, "old"))]
+    for folder in left:
+        folder.mkdir()
+    with written_folder(tmp_path / "a") as temporary:
+        (temporary / "new").touch()
+    assert sorted(names(tmp_path)) == sorted(["a", *(folder.name for folder in left)])
+    assert names(tmp_path / "a") == ["new"]
 
 
 def test_a_full_disk_is_an_error_with_a_hint_and_leaves_nothing(tmp_path: Path) -> None:

@@ -19,9 +19,10 @@ from quantlab.lab.execute import Lab, fingerprint, make_spec
 from quantlab.lab.recipe import read_recipe, run_recipe
 from quantlab.lab.steps import artifact_file, bench_steps, ppl_step, quantize_step
 from quantlab.lab.store import Store, encode, load_results, read_results
+from quantlab.quantize.engines import ENGINES
 from quantlab.quantize.spec import QuantizeSpec
 from tests.comparison_cases import F16, bench
-from tests.hf_folders import TRAINING_TEXT, write_folder
+from tests.hf_folders import TRAINING_TEXT, change_config, write_folder
 
 RECIPE = """
 name: tiny
@@ -177,6 +178,45 @@ def test_an_output_in_the_way_stops_a_recipe_before_its_first_step(tiny: Path) -
     assert (tiny / "tiny-Q8_0.gguf").read_text() == "precious"
 
 
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("text.txt, protocol", "no-text.txt, protocol", "no-text.txt"),
+        ("{method: gguf, type: Q8_0,", "{method: gguf, type: Q8_0, imatrix: true, calib: [/no/text.txt],", "no/text"),
+        ("{method: gguf, type: Q8_0, out", "{method: gptq, group_size: 128, out", "128 does not divide"),
+        ("repeats: 3", "repeats: 3, runtime: torch", "`runtime: torch` does not read"),
+        ("protocol: llama.cpp", "protocol: llama.cpp, device: cuba", "unknown device `cuba`"),
+    ],
+    ids=["text", "calibration", "shape", "runtime", "device"],
+)
+def test_what_a_later_step_would_refuse_stops_a_recipe_before_its_first_step(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch, old: str, new: str, said: str
+) -> None:
+    monkeypatch.setattr("quantlab.quantize.torch_method.interpreter", lambda engine: Path(sys.executable))
+    monkeypatch.setattr("quantlab.lab.recipe.importlib.util.find_spec", lambda name: name)
+    change_config(tiny / "model", model_type="llama")
+    recipe = (tiny / "tiny.yaml").read_text().replace(old, new)
+    assert new in recipe
+    (tiny / "tiny.yaml").write_text(recipe.replace("Q8_0.gguf", "Q8_0") if "gptq" in new else recipe)
+    with pytest.raises(QuantlabError, match=said):
+        run(tiny)
+    assert not (tiny / "tiny-F16.gguf").exists()
+
+
+def test_a_missing_engine_stops_a_recipe_before_its_first_step(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(engine: object) -> Path:
+        raise QuantlabError("the engine is missing")
+
+    monkeypatch.setattr("quantlab.quantize.torch_method.interpreter", missing)
+    monkeypatch.setattr("quantlab.lab.recipe.importlib.util.find_spec", lambda name: name)
+    recipe = (tiny / "tiny.yaml").read_text()
+    new = f"  - {{method: rtn, group_size: 32, out: {tiny}/rtn}}\nbench:"
+    (tiny / "tiny.yaml").write_text(recipe.replace("bench:", new))
+    with pytest.raises(QuantlabError, match="the engine is missing"):
+        run(tiny)
+    assert not (tiny / "tiny-F16.gguf").exists()
+
+
 def test_an_artifact_written_twice_under_two_names_is_known_by_each(tiny: Path) -> None:
     lab = Lab(Store(tiny / "runs"), offline=True)
     model = lab.model(str(tiny / "model"))
@@ -264,6 +304,26 @@ def test_a_converter_that_changed_changes_the_fingerprint(tiny: Path) -> None:
     one = fingerprint(step)
     (tiny / "convert.py").write_text("other")
     assert fingerprint(step) != one
+
+
+def test_other_versions_of_an_engine_change_the_fingerprint(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may run in an environment of its own, which `env` of the Result does not show."""
+    model = Lab(None).model(str(tiny / "model"))
+    awq = quantize_step(model, {"method": "awq", "engine": "autoawq", "group_size": 32})
+    gguf = quantize_step(model, {})
+    before = fingerprint(awq), fingerprint(gguf)
+    newer = msgspec.structs.replace(ENGINES["autoawq"], pins={**ENGINES["autoawq"].pins, "torch": "2.6.1"})
+    monkeypatch.setitem(ENGINES, "autoawq", newer)
+    assert fingerprint(awq) != before[0]
+    assert fingerprint(gguf) == before[1]
+
+
+def test_progress_names_a_folder_with_dots_whole(tiny: Path) -> None:
+    said = []
+    lab = Lab(None, progress=lambda stage, done, total: said.append(stage))
+    step = quantize_step(lab.model(str(tiny / "model")), {"method": "rtn", "out": "Qwen2.5-0.5B-RTN"})
+    lab._progress_of(step)("layer", 0, 1)
+    assert said == ["Qwen2.5-0.5B-RTN: layer"]
 
 
 def test_a_text_that_changed_changes_the_fingerprint(tiny: Path) -> None:

@@ -30,7 +30,7 @@ from quantlab.core.model import ModelFile
 from quantlab.core.result import Measurement, ModelInfo, Outcome, RuntimeInfo, TensorType
 from quantlab.runtime.backend import Capacity, Generation, Loaded, Memory, Request
 from quantlab.runtime.llamacpp import LlamaCppBackend, opened
-from tests.hf_folders import write_folder
+from tests.hf_folders import change_config, write_folder
 from tests.tiny_gguf import write_gguf
 
 CONTRACT = {
@@ -336,6 +336,12 @@ def test_what_models_need_decides_whether_they_fit(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(hardware, "nvidia_free_bytes", lambda: int(0.51 * need))
     assert fits(0)
     assert not fits(0, dtype="float32", device="cpu")
+    # But for what transformers decompresses there too.
+    change_config(tmp_path / "folder", quantization_config={"quant_method": "compressed-tensors"})
+    infos = [msgspec.structs.replace(info, bits_per_weight=info.bits_per_weight / 4) for info in infos]
+    assert not fits(0)
+    change_config(tmp_path / "folder", quantization_config={"quant_method": "gptq"})
+    assert fits(0)
     monkeypatch.setattr(hardware, "nvidia_free_bytes", lambda: 1000)
     assert not fits(1e12)
     assert fits(1e12, device="cpu")

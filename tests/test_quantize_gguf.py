@@ -320,6 +320,7 @@ def test_a_file_in_the_place_of_the_record_is_kept_unless_forced(wide: Path, tmp
         ({"type": "F16", "imatrix": True}, "does nothing for `F16`"),
         ({"type": "F16", "skip": ["q"]}, "does nothing for `F16`"),
         ({"calib": ["builtin_en"]}, "without `--imatrix`"),
+        ({"calib_length": 256}, "without `--imatrix`"),
         ({"imatrix": True, "calib": ["builtin_en:0"]}, "no weight above 0"),
         ({"imatrix": True, "calib": ["builtin_eval"]}, "evaluation text"),
         ({"imatrix": True, "calib": ["builtin_english"]}, "unknown calibration text"),

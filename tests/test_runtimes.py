@@ -11,7 +11,6 @@ from quantlab.core.artifact import content_sha256
 from quantlab.core.errors import QuantlabError, UsageError
 from quantlab.core.hf_config import kv_values_per_token, quantization
 from quantlab.core.model import ModelFile
-from quantlab.lab import runtimes
 from quantlab.lab.execute import Lab
 from quantlab.lab.runtimes import in_torch
 from quantlab.lab.steps import bench_steps, ppl_step
@@ -23,7 +22,8 @@ from tests.tiny_gguf import write_gguf
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine without a GPU, and a cache of its own."""
     monkeypatch.setattr(hardware, "nvidia", lambda: (None, None))
-    monkeypatch.setattr(runtimes.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(hardware, "torch_cuda", lambda: "13.0")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setenv("QUANTLAB_CACHE", str(tmp_path / "cache"))
 
 
@@ -64,7 +64,12 @@ def test_cuda_takes_folders_where_torch_is(plain: ModelFile, gguf: ModelFile, mo
     assert in_torch([plain], {"device": "cuda"}) == [True]
     assert in_torch([plain], {"device": "cpu"}) == [False]
     assert in_torch([plain], {"runtime": "llamacpp"}) == [False]
-    monkeypatch.setattr(runtimes.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert in_torch([plain], {}) == [False]
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    assert in_torch([plain], {}) == [True]
+    # A build of torch for CPUs alone, or none.
+    monkeypatch.setattr(hardware, "torch_cuda", lambda: None)
     assert in_torch([plain], {}) == [False]
 
 

@@ -418,7 +418,7 @@ def test_quantized_weights_compute_what_they_mean(tmp_path: Path, folders: Path,
     tokens = np.arange(10, 50, dtype=np.int32)
     logits, loaded = {}, {}
     for folder in (quantized, plain):
-        with opened(folder, Capacity(n_ctx=64), device="cpu", threads=1) as backend:
+        with opened(folder, Capacity(n_ctx=64), device="cpu", threads=1, exact=True) as backend:
             logits[folder] = backend.forward(Batch.of(0, tokens, 0, logits="all"))
             loaded[folder] = backend.describe()
     assert distance(logits[quantized], logits[plain]) < TOLERANCE.get(form, 1e-4)

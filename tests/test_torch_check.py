@@ -13,10 +13,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from quantlab.core import hardware
 from quantlab.quantize import torch_schema, torch_vllm
 from quantlab.quantize.torch_work import Checked, CheckJob, Weights
 from quantlab.runtime.worker import Channel, run_in_child
-from tests import hf_folders
+from tests import hf_folders, torch_artifacts
 from tests.torch_artifacts import AWQ_ORDER, codes, dequantized, pack, write_artifact
 
 pytest.importorskip("torch")
@@ -250,13 +251,13 @@ def check_all(spec: dict[str, Any], channel: Channel) -> dict[str, Checked]:
         method = _METHODS.get(options["form"], options["form"])
         asked = Weights(options.get("bits", 4), options.get("group", 32), options.get("sym", True))
         probe = artifact.with_name(f"{base}.probe")
-        job = CheckJob(method, str(parents[parent]), str(artifact), str(probe), "cpu", 1, asked)
+        job = CheckJob(method, str(parents[parent]), str(artifact), str(probe), spec["device"], 1, asked)
         return work(msgspec.to_builtins(job), channel)
 
     for name, (parent, options) in GOOD.items():
         write(folder / f"{name}.good", folder / f"{name}.probe", parents[parent], options)
         results[name] = check(folder / f"{name}.good", name)
-    for name, (base, plant, _) in GARBAGE.items():
+    for name, (base, plant, _) in GARBAGE.items() if spec["device"] == "cpu" else ():
         artifact = folder / name
         shutil.copytree(folder / f"{base}.good", artifact)
         plant(artifact)
@@ -274,14 +275,17 @@ def check_all(spec: dict[str, Any], channel: Channel) -> dict[str, Checked]:
     return results
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory, stories: Path) -> dict[str, Checked]:
-    folder = tmp_path_factory.mktemp("check")
+def run_check_all(folder: Path, stories: Path, device: str) -> dict[str, Checked]:
     with pytest.MonkeyPatch.context() as patch:
         # The working directory is not searched by children; these tests are.
         patch.setenv("PYTHONPATH", str(ROOT))
-        found = run_in_child("tests.test_torch_check:check_all", {"folder": str(folder), "stories": str(stories)})
-    return msgspec.convert(found, dict[str, Checked])
+        spec = {"folder": str(folder), "stories": str(stories), "device": device}
+        return msgspec.convert(run_in_child("tests.test_torch_check:check_all", spec), dict[str, Checked])
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory, stories: Path) -> dict[str, Checked]:
+    return run_check_all(tmp_path_factory.mktemp("check"), stories, "cpu")
 
 
 @pytest.mark.parametrize("name", GOOD)
@@ -304,6 +308,15 @@ def test_garbage_is_rejected(name: str, results: dict[str, Checked]) -> None:
     fault = results[name].fault
     assert fault is not None
     assert GARBAGE[name][2] in fault
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(hardware.nvidia()[0] is None, reason="no CUDA device was found")
+def test_on_a_gpu_good_artifacts_pass_and_ruined_ones_do_not(tmp_path: Path, stories: Path) -> None:
+    results = run_check_all(tmp_path, stories, "auto")
+    assert {name: results[name].fault for name in GOOD} == dict.fromkeys(GOOD)
+    assert "far worse than plain rounding" in str(results["lost-stories-gptq"].fault)
+    assert results["stories-gptq"].peak_device_bytes > 0
 
 
 def test_an_artifact_that_the_engine_itself_ruined_is_rejected(results: dict[str, Checked]) -> None:
@@ -447,6 +460,19 @@ def test_vllm_and_transformers_that_read_a_config_differently_are_named(plain: P
     quantization(lambda q: q.update(dynamic={rf"-:.*{name}": {} for name in ("down_proj", "o_proj")}))(tmp_path / "a")
     found = torch_schema.stored(tmp_path / "a", plain)
     assert "otherwise than transformers" in torch_vllm.notices(found)[0].message
+
+
+def test_vllms_kernel_sees_q_k_and_v_as_one_module() -> None:
+    rows = {f"model.layers.0.self_attn.{x}_proj": n for x, n in (("q", 128), ("k", 32), ("v", 32), ("o", 128))}
+    config = torch_artifacts.quantization_config("compressed", 4, 128, False, [])
+    tensors = {f"{name}.weight_scale": ("F16", (n, 1)) for name, n in rows.items()}
+
+    def stored() -> torch_schema.Stored:
+        return torch_schema.Stored(config, tensors, {}, {name: (n, 128) for name, n in rows.items()}, list(rows))
+
+    assert torch_vllm.notices(stored()) == []
+    rows["model.layers.0.self_attn.v_proj"] = 16
+    assert "(176 x 128)" in torch_vllm.notices(stored())[0].message
 
 
 def test_rounding_in_torch_is_rounding_in_numpy() -> None:

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import yaml
 
@@ -21,7 +22,7 @@ from quantlab.core.model import ModelFile
 from quantlab.core.progress import silent
 from quantlab.core.result import Outcome
 from quantlab.lab.recipe import read_recipe
-from quantlab.quantize import methods, torch_method
+from quantlab.quantize import methods, torch_facts, torch_method
 from quantlab.quantize.engines import ENGINES, Engine
 from quantlab.quantize.spec import QuantizeSpec
 from tests import fake_engine
@@ -43,7 +44,8 @@ FAKE = FakeEngine(name="gptqmodel", methods=("gptq", "awq"), pins={"gptqmodel": 
 def patch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setitem(ENGINES, "gptqmodel", FAKE)
-    monkeypatch.setattr(torch_method, "interpreter", lambda engine: None)
+    # This one: its child must see PYTHONPATH, as this process does.
+    monkeypatch.setattr(torch_method, "interpreter", lambda engine: Path(sys.executable))
     monkeypatch.setattr(torch_method, "_CHECK", "tests.fake_engine:check")
 
 
@@ -87,7 +89,9 @@ def test_an_artifact_is_recorded_and_made_again_from_its_recipe(folder: Path) ->
     assert record.asked["bits"] == 4
     assert record.got == {
         "quantized_layers": 2, "layers_in_16_bits": ["model.layers.0.mlp.down_proj"], "losses": {"a": 0.1},
+        "device": "cpu", "dtype": "float32", "engine_packages": {"gptqmodel": "0.0"},
     }  # fmt: skip
+    assert "dtype" not in record.asked
     assert record.sha256 == content_sha256(out) == outcome.model.sha256
     assert record.parent_sha256 == content_sha256(folder)
     recipe = read_recipe(out / "recipe.yaml")
@@ -137,6 +141,30 @@ def test_an_artifact_that_fails_its_check_is_kept_apart(folder: Path) -> None:
     assert not (rejected / "quantlab.json").exists()
 
 
+def test_a_rejected_artifact_replaces_its_like_and_nothing_else(folder: Path) -> None:
+    precious = folder.parent / "out" / "a.b.rejected"
+    precious.mkdir(parents=True)
+    (precious / "thesis.txt").touch()
+    with pytest.raises(QuantlabError, match="scales are shuffled") as caught:
+        run(folder, calib_length=fake_engine.GARBAGE)
+    assert [file.name for file in precious.iterdir()] == ["thesis.txt"]
+    assert f"a.b.rejected.{os.getpid()}" in caught.value.hint
+    assert (precious.with_name(f"a.b.rejected.{os.getpid()}") / "REJECTED.txt").is_file()
+
+
+def test_the_check_runs_where_the_format_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_method, "interpreter", lambda engine: Path("/own") / engine.name)
+    for installed, where in (
+        (("gptqmodel",), {"gptqmodel": None, "autoawq": None, "llmcompressor": "llmcompressor"}),
+        ((), {"gptqmodel": "gptqmodel", "optimum": "optimum", "autoawq": "gptqmodel"}),
+        (("compressed_tensors",), {"llmcompressor": None, "gptqmodel": "gptqmodel"}),
+    ):
+        there = ("torch", "transformers", *installed)
+        monkeypatch.setattr(torch_method.importlib.util, "find_spec", lambda name, there=there: name in there or None)
+        for engine, python in where.items():
+            assert torch_method._checker(ENGINES[engine]) == (python and Path("/own") / python)
+
+
 def test_force_replaces_an_artifact_and_nothing_else(folder: Path) -> None:
     run(folder)
     out = folder.parent / "out" / "a.b"
@@ -151,9 +179,24 @@ def test_force_replaces_an_artifact_and_nothing_else(folder: Path) -> None:
     (out / "quantlab.json").unlink()
     with pytest.raises(QuantlabError, match="no artifact of quantlab"):
         run(folder, force=True)
-    with pytest.raises(UsageError, match="input itself"):
+    with pytest.raises(UsageError, match="is the input itself"):
         run(folder, force=True, out=str(folder))
+    (folder.parent / "quantlab.json").write_text("{}", encoding="utf-8")
+    with pytest.raises(UsageError, match="holds the input itself"):
+        run(folder, force=True, out=str(folder.parent))
     assert left(folder) == ["a.b"]
+
+
+def test_what_was_asked_makes_it_again(folder: Path) -> None:
+    """What a record leaves out, its recipe would do otherwise."""
+    spec = methods.check_spec(spec_of(folder, dtype="bfloat16", allow_requantize=True))
+    asked = torch_facts.asked(spec)
+    assert (asked["dtype"], asked["allow_requantize"]) == ("bfloat16", True)
+    hub = ModelFile(str(folder), "model", "org/model", "0" * 64, revision="c0ffee")
+    assert torch_facts._pinned(hub) == "org/model@c0ffee"
+    assert torch_facts._pinned(msgspec.structs.replace(hub, source="org/model@main")) == "org/model@c0ffee"
+    assert torch_facts._pinned(spec.model) == "model"
+    assert torch_facts._pinned(msgspec.structs.replace(hub, source="demo")) == "demo"
 
 
 _RUN = """\
@@ -195,9 +238,5 @@ def test_a_kill_at_any_moment_leaves_nothing_that_looks_finished(folder: Path) -
             assert record["sha256"] == content_sha256(out / "a.b")
         _, alive = psutil.wait_procs(children, timeout=5)
         assert not alive
-    if (out / "a.b").exists():
-        (out / "a.b" / "quantlab.json").exists()
-        run(folder, force=True)
-    else:
-        run(folder)
+    run(folder, force=True)
     assert left(folder) == ["a.b"]

@@ -21,6 +21,7 @@ from quantlab.core.progress import silent
 from quantlab.lab.source import check_folder
 from quantlab.quantize import methods
 from quantlab.quantize.convert import convert
+from quantlab.quantize.engines.environment import State
 from quantlab.quantize.spec import QuantizeSpec, check_spec
 from quantlab.quantize.torch_plan import linears, plan
 from quantlab.quantize.torch_prediction import stored_bytes
@@ -148,7 +149,10 @@ def test_a_quantized_gguf_is_dequantized_where_it_is_allowed_and_told(ggufs: Pat
     spec = check_spec(QuantizeSpec(model_file(ggufs / "Q8_0.gguf"), "", "rtn"))
     with pytest.raises(UsageError, match="Q8_0"):
         read_source(spec)
-    source = read_source(msgspec.structs.replace(spec, allow_requantize=True))
+    noted = msgspec.structs.replace(spec.model, note="a note of its own")
+    source = read_source(msgspec.structs.replace(spec, allow_requantize=True, model=noted))
+    # What the artifact's record keeps.
+    assert source.note == "a note of its own; weights dequantized from Q8_0 (Q8_0.gguf)"
     assert "requantized" in [notice.code for notice in plan(source, spec).warnings]
 
 
@@ -300,7 +304,8 @@ def test_what_does_not_fit_in_memory_is_refused(folder: Path, monkeypatch: pytes
 
 
 def test_what_does_not_fit_on_the_device_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quantlab.core.hardware.nvidia", lambda: ("a GPU", "1"))
+    monkeypatch.setattr("quantlab.core.hardware.cuda_device", lambda: True)
+    monkeypatch.setattr("quantlab.core.hardware.torch_cuda", lambda: "13.0")
     monkeypatch.setattr("quantlab.core.hardware.nvidia_free_bytes", lambda: 100_000)
     for engine in ("gptqmodel", "llmcompressor"):
         with pytest.raises(QuantlabError, match="GB of device memory"):
@@ -309,6 +314,19 @@ def test_what_does_not_fit_on_the_device_is_refused(folder: Path, monkeypatch: p
     planned = plan(read_folder(folder), spec_of(folder, method="gptq", group_size=32))
     assert (planned.device, planned.dtype) == ("cuda", "float16")
     assert 0 < planned.prediction.peak_device_bytes < 10**9
+
+
+def test_a_torch_without_cuda_takes_the_cpu_beside_a_gpu(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quantlab.core.hardware.cuda_device", lambda: True)
+    monkeypatch.setattr("quantlab.core.hardware.torch_cuda", lambda: None)
+    monkeypatch.setattr("quantlab.core.hardware.nvidia_free_bytes", lambda: 10**9)
+    states = {"here": "cpu", "own environment": "cuda"}
+    for where, device in states.items():
+        monkeypatch.setattr("quantlab.quantize.torch_plan.state", lambda engine, where=where: State(where))
+        assert plan(read_folder(folder), spec_of(folder, method="rtn", group_size=32)).device == device
+    monkeypatch.setattr("quantlab.quantize.torch_plan.state", lambda engine: State("here"))
+    with pytest.raises(QuantlabError, match="built without CUDA"):
+        plan(read_folder(folder), spec_of(folder, method="rtn", group_size=32, device="cuda"))
 
 
 def test_what_vllm_would_refuse_is_told(folder: Path) -> None:

@@ -83,6 +83,8 @@ def test_static_fp8_looks_at_text() -> None:
         ("gptq", {"type": "Q4_K_M"}, "type"),
         ("gptq", {"engine": "autogptq"}, "engine"),
         ("fp8", {"engine": "gptqmodel"}, "does not do"),
+        ("awq", {"engine": "autoawq", "sym": True}, "zero points"),
+        ("awq", {"engine": "autoawq", "group_size": -1}, "groups"),
         ("gptq", {"dtype": "float8"}, "dtype"),
         ("gptq", {"device": "tpu"}, "tpu"),
         ("gptq", {"out": "x.gguf"}, "folder"),

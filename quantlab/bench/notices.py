@@ -16,8 +16,6 @@ LARGE_SPREAD = 0.05
 LARGE_OVERHEAD = 0.25
 # What the types of a safetensors file hold where weights are quantized.
 _STORED = {"I32": "packed integers", "U8": "packed integers", "I8": "INT8", "F8_E4M3": "FP8"}
-# Ada; Hopper has 9.0.
-FP8_CAPABILITY = 8.9
 # With fewer, the 95% interval is wider than what one wants to see.
 FEW_REPEATS = 3
 
@@ -75,7 +73,7 @@ def of_loading(loaded: Loaded, info: ModelInfo) -> Iterator[Notice]:
     if runtime.name != "torch" or not any(kind.startswith(("F8", "FP8")) for kind in info.tensor_types):
         return
     capability = hardware.nvidia_capability() if runtime.device == "cuda" else None
-    if capability is None or capability < FP8_CAPABILITY:
+    if capability is None or capability < hardware.FP8_CAPABILITY:
         here = f"compute capability {capability}" if capability else f"`{runtime.device}`"
         how = f"decompressed to {runtime.dtype}" if loaded.decompressed else "read as FP8 and multiplied in 16 bits"
         yield Notice(

@@ -9,7 +9,7 @@ import psutil
 from quantlab.bench.spec import BenchSpec
 from quantlab.core import hardware
 from quantlab.core.gguf_file import kv_bytes_per_token, read_header
-from quantlab.core.hf_config import kv_values_per_token
+from quantlab.core.hf_config import kv_values_per_token, quantization
 from quantlab.core.result import ModelInfo
 
 # Of the memory that is available, what models may take that are held at the same time.
@@ -36,6 +36,8 @@ def _bytes(spec: BenchSpec, index: int, info: ModelInfo, *, on_gpu: bool) -> flo
     if not path.is_dir():
         return info.size_bytes + kv_bytes_per_token(read_header(path)) * tokens
     width = _WIDTHS.get(spec.dtype, 2 if on_gpu else 4)
-    # Without a GPU, packed weights are computed after they were unpacked.
-    unpacked = 0.0 if on_gpu else 8 * info.size_bytes / info.bits_per_weight * width
+    # gptqmodel's kernels for a GPU compute packed weights as they are stored; the rest is decompressed (FP8 not where
+    # the GPU multiplies it, but it is counted so).
+    packed = on_gpu and (quantization(path) or {}).get("quant_method") in (None, "gptq", "awq")
+    unpacked = 0.0 if packed else 8 * info.size_bytes / info.bits_per_weight * width
     return max(info.size_bytes, unpacked) + kv_values_per_token(path) * width * tokens

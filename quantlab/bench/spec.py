@@ -11,7 +11,7 @@ import msgspec
 from quantlab.core.errors import QuantlabError, UsageError, unknown_name
 from quantlab.core.files import os_error
 from quantlab.core.model import ModelFile
-from quantlab.core.result import DTYPES
+from quantlab.core.result import DEVICES, DTYPES
 
 PROMPT_TOKENS = 512
 
@@ -57,6 +57,8 @@ class BenchSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise UsageError("the text of `--prompt` is empty", "give a text, or leave it out for built-in text")
         if self.dtype not in DTYPES:
             raise unknown_name("dtype", self.dtype, DTYPES)
+        if self.device not in DEVICES:
+            raise unknown_name("device", self.device, DEVICES)
 
     def cells(self) -> Iterator[BenchSpec]:
         """The spec of each cell alone, in order."""

@@ -10,7 +10,7 @@ from quantlab.cli import options as opt
 from quantlab.cli.console import progress_display, say, warn
 from quantlab.cli.show import write_out
 
-app = typer.Typer(context_settings={"help_option_names": ["-h", "--help"]})
+app = typer.Typer(context_settings={"help_option_names": ["-h", "--help"]}, rich_markup_mode=None)
 
 
 @app.callback(invoke_without_command=True)

@@ -67,6 +67,8 @@ def show_prediction(prediction: Prediction, *, as_json: bool) -> None:
         return
     say(f"size          {units.size(prediction.size_bytes, None)}, {prediction.bits_per_weight:.2f} bits per weight")
     say(f"peak memory   {units.size(prediction.peak_process_bytes, None)}")
+    if prediction.peak_device_bytes:
+        say(f"on the device {units.size(prediction.peak_device_bytes, None)}")
     say(f"quantizing    {prediction.quantize_s:.1f} s")
     _say_types(prediction.tensor_types)
     print_notices([("dry run", notice) for notice in prediction.warnings])

@@ -8,6 +8,7 @@ import fcntl
 import glob
 import hashlib
 import os
+import re
 import shutil
 import time
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from pathlib import Path
 from quantlab.core.errors import QuantlabError
 
 PARTIAL_SUFFIX = ".partial"
+_OLD = "old"
 _CHUNK = 1 << 22
 _SHA256_DIGITS = 64
 _WORTH_REMEMBERING_BYTES = 1 << 24
@@ -87,7 +89,7 @@ def written(path: Path) -> Iterator[Path]:
 
     The name is unique to this process, so that two runs never write the same temporary file.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}{PARTIAL_SUFFIX}")
+    temporary = partial_of(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         _remove_stale(path)
@@ -111,12 +113,13 @@ def written_folder(path: Path, *, replace: bool = False) -> Iterator[Path]:
     With `replace` a folder that is there gives way at the end; else QuantlabError is raised, at the start or at the
     end.
     """
-    temporary, old = (path.with_name(f".{path.name}{mark}.{os.getpid()}{PARTIAL_SUFFIX}") for mark in ("", ".old"))
-    if path.exists() and not replace:
-        raise QuantlabError(f"`{path}` exists", "remove it, or choose another place")
+    temporary, old = partial_of(path), partial_of(path, _OLD)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        # This may bring back what was there.
         _remove_stale(path)
+        if path.exists() and not replace:
+            raise QuantlabError(f"`{path}` exists", "remove it, or choose another place")
         temporary.mkdir()
         yield temporary
         for file in temporary.rglob("*"):
@@ -136,12 +139,21 @@ def written_folder(path: Path, *, replace: bool = False) -> Iterator[Path]:
             shutil.rmtree(folder, ignore_errors=True)
 
 
+def partial_of(path: Path, mark: str = "") -> Path:
+    """The name of a temporary of this process beside `path`; the next run that writes `path` removes a killed one's.
+
+    The mark stands behind the process: no `mark` makes it the temporary of another name, as `x.old` beside `x`.
+    """
+    return path.with_name(f".{path.name}.{os.getpid()}{f'.{mark}' if mark else ''}{PARTIAL_SUFFIX}")
+
+
 def _remove_stale(path: Path) -> None:
-    """Remove what killed runs left beside `path`; what belongs to a living process stays."""
+    """Remove what killed runs left beside `path`; what belongs to a living process or to another name stays."""
+    of_path = re.compile(rf"\.{re.escape(path.name)}\.(\d+)(?:\.([a-z]+))?{re.escape(PARTIAL_SUFFIX)}")
     for stale in path.parent.glob(f".{glob.escape(path.name)}.*{PARTIAL_SUFFIX}"):
-        owner = stale.name.removesuffix(PARTIAL_SUFFIX).rpartition(".")[2]
-        if owner.isdigit() and not _alive(int(owner)):
-            if stale.name.startswith(f".{path.name}.old.") and not path.exists():
+        found = of_path.fullmatch(stale.name)
+        if found is not None and not _alive(int(found[1])):
+            if found[2] == _OLD and not path.exists():
                 # Killed between the two renames of `written_folder`.
                 stale.rename(path)
             elif stale.is_dir():

@@ -20,6 +20,8 @@ PACKAGES = (
     "quantlab", "llama-cpp-python", "gguf", "numpy", "tokenizers", "safetensors", "datasets", "huggingface-hub",
     "torch", "transformers", "accelerate", "compressed-tensors", "gptqmodel", "llmcompressor", "optimum", "autoawq",
 )  # fmt: skip
+# CUDA's compute capability from which on tensor cores multiply FP8 (Ada; Hopper has 9.0).
+FP8_CAPABILITY = 8.9
 
 
 def environment() -> Environment:
@@ -69,6 +71,11 @@ def nvidia() -> tuple[str | None, str | None]:
         return None, None
     names, _, driver = zip(*(line.partition(", ") for line in lines), strict=True)
     return ", ".join(names), driver[0]
+
+
+def cuda_device() -> bool:
+    """Whether a process here sees an NVIDIA device: there is one, and CUDA_VISIBLE_DEVICES does not hide it."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES") not in ("", "-1") and nvidia()[0] is not None
 
 
 def nvidia_capability() -> float | None:

@@ -74,6 +74,8 @@ class ModelInfo(msgspec.Struct, frozen=True):
 
 # What torch may be asked to compute in; `auto` leaves it to the device.
 DTYPES = ("auto", "float32", "float16", "bfloat16")
+# Where a model may be asked to run; `auto` takes the best that is here.
+DEVICES = ("auto", "cpu", "cuda", "mps")
 
 
 class RuntimeInfo(msgspec.Struct, frozen=True):

@@ -107,7 +107,9 @@ def work(job: Any, channel: Channel) -> Measured:
             path = Path(model.path)
             # A model of torch beside one of llama.cpp: the types of a GGUF file are its own.
             dtype = spec.dtype if path.is_dir() else "auto"
-            return stack.enter_context(opened(path, capacity, device=spec.device, dtype=dtype, threads=spec.threads))
+            return stack.enter_context(
+                opened(path, capacity, device=spec.device, dtype=dtype, threads=spec.threads, exact=True)
+            )
 
         channel.progress("loading", 0, 1)
         model = load(spec.model)
@@ -225,12 +227,14 @@ def _warnings(protocol: Protocol, n_ctx_train: int) -> list[Notice]:
 
 
 def _of_runtimes(model: RuntimeInfo, parent: RuntimeInfo) -> list[Notice]:
+    """A notice where two runtimes computed the two; torch reads no GGUF, llama.cpp no quantized folder."""
     if model.name == parent.name:
         return []
+    of_gguf = parent.name == "llamacpp"
     return [
         Notice(
             "parent-runtime",
             f"the model ran in {model.name}, its parent in {parent.name}: their divergence holds what these differ by",
-            "give `--against` the folder that the parent's GGUF was made from",
+            f"give `--against` {'the folder that the GGUF was made from' if of_gguf else 'the plain folder or a GGUF'}",
         )
     ]

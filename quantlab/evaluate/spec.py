@@ -8,7 +8,7 @@ import msgspec
 
 from quantlab.core.errors import unknown_name
 from quantlab.core.model import ModelFile
-from quantlab.core.result import DTYPES
+from quantlab.core.result import DEVICES, DTYPES
 
 Protocol = Literal["hf", "llama.cpp", "stride", "seed"]
 
@@ -36,3 +36,5 @@ class PplSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Refuse what no run can do."""
         if self.dtype not in DTYPES:
             raise unknown_name("dtype", self.dtype, DTYPES)
+        if self.device not in DEVICES:
+            raise unknown_name("device", self.device, DEVICES)

@@ -16,8 +16,6 @@ from quantlab.core.result import Environment
 from quantlab.quantize.engines import DEFAULT_ENGINE, ENGINES
 from quantlab.quantize.engines.environment import state
 
-# Ada (8.9) and Hopper (9.0) are the first with FP8 in their tensor cores.
-_FP8_CAPABILITY = 8.9
 # Where gptqmodel looks for nvcc beside PATH.
 _CUDA_FOLDERS = ("/usr/local/cuda/bin", f"{os.environ.get('CUDA_HOME', '/usr/local/cuda')}/bin")
 
@@ -119,8 +117,10 @@ def _int4_kernels(env: Environment, cuda: str | None) -> Check:
 def _fp8_units(capability: float | None) -> Check:
     if capability is None:
         return Check("fp8 arithmetic", False, "no GPU that torch uses: fp8 is unpacked and computed in the run's dtype")
-    if capability < _FP8_CAPABILITY:
-        reason = f"compute capability {capability}, FP8 begins at {_FP8_CAPABILITY}: fp8 computes in 16 bits here"
+    if capability < hardware.FP8_CAPABILITY:
+        reason = (
+            f"compute capability {capability}, FP8 begins at {hardware.FP8_CAPABILITY}: fp8 computes in 16 bits here"
+        )
         return Check("fp8 arithmetic", False, reason, "fp8 saves memory here, not time; int8 or awq may be faster")
     return Check("fp8 arithmetic", True, f"compute capability {capability}")
 

@@ -22,12 +22,13 @@ from quantlab.core.artifact import content_sha256
 from quantlab.core.corpus import Purpose, load_text
 from quantlab.core.errors import UsageError, unknown_name
 from quantlab.core.files import sha256_file, sha256_text
-from quantlab.core.model import ModelFile, ModelRef
+from quantlab.core.model import ModelFile, ModelRef, file_label
 from quantlab.core.progress import Progress, silent
 from quantlab.core.result import SCHEMA, Environment, Kind, Notice, Outcome, Result
 from quantlab.lab import runtimes
 from quantlab.lab.runtimes import Options
 from quantlab.lab.store import Store
+from quantlab.quantize.engines import ENGINES
 from quantlab.quantize.spec import split_weight
 
 Spec = Any  # the frozen struct of one of the rooms
@@ -129,7 +130,7 @@ class Lab:
         """Progress whose stages name what they work on; those of a bench name the cell, as it has several models."""
         if step.kind == "bench":
             return self.progress
-        name = Path(step.spec.out).stem if step.kind == "quantize" else step.spec.model.label
+        name = file_label(Path(step.spec.out)) if step.kind == "quantize" else step.spec.model.label
         return lambda stage, done, total: self.progress(f"{name}: {stage}", done, total)
 
     def finished(self, step: Step, models: list[ModelFile]) -> list[Result]:
@@ -175,6 +176,9 @@ def _identity(value: Any) -> Any:
     if "calib" in value:
         parts = [split_weight(calib) for calib in value["calib"]]
         identity["calib"] = [(_text_sha256(name, "calibration", offline), weight) for name, weight in parts]
+    if value.get("engine"):
+        # It may run in another environment, whose packages are not those of the Result.
+        identity["engine"] = ENGINES[value["engine"]].pins | {"engine": value["engine"]}
     if value.get("converter"):
         identity["converter"] = sha256_file(Path(value["converter"]))
     return identity

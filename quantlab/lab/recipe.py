@@ -7,6 +7,7 @@ Keys of an entry are the options of the command of that name (`quantize`, `bench
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,13 +15,14 @@ from typing import Any
 
 import msgspec
 
-from quantlab.core.errors import QuantlabError, UsageError
+from quantlab.core.errors import QuantlabError, UsageError, missing_extra
 from quantlab.core.files import os_error
 from quantlab.core.model import ModelFile
 from quantlab.core.result import Result
-from quantlab.lab.execute import Lab, Step
+from quantlab.lab.execute import Lab, Step, fingerprint
+from quantlab.lab.runtimes import asked
 from quantlab.lab.steps import artifact_file, bench_steps, ppl_step, quantize_step
-from quantlab.quantize.methods import check_place
+from quantlab.quantize.methods import check, check_place
 from quantlab.quantize.spec import variant
 
 Options = dict[str, Any]
@@ -70,7 +72,8 @@ def read_recipe(path: Path) -> Recipe:
 def run_recipe(recipe: Recipe, lab: Lab, *, force: bool = False) -> list[Result]:
     """Run every step that has no finished Result yet; returns the Results of all steps, in order.
 
-    Options, models, outputs and parents are checked before the first step runs.
+    Options, models, outputs, parents, runtimes, texts and engines are checked before the first step runs, and the
+    shapes that a torch method asks for.
     """
     _check_options(recipe)
     models = {text: lab.model(text) for text in recipe.models}
@@ -78,8 +81,11 @@ def run_recipe(recipe: Recipe, lab: Lab, *, force: bool = False) -> list[Result]
         text: [quantize_step(model, {"force": force, **_as_offline(options, lab)}) for options in recipe.quantize]
         for text, model in models.items()
     }
-    _check_outputs([step for of_model in steps.values() for step in of_model], lab)
+    every = [step for of_model in steps.values() for step in of_model]
+    _check_outputs(every, lab)
     _check_parents(recipe, lab, next(iter(steps.values())))
+    _check_runtimes(recipe, every)
+    _check_inputs(recipe, every, lab)
     results: list[Result] = []
     for text, quantize in steps.items():
         variants, outs = {}, {}
@@ -134,6 +140,31 @@ def _check_parents(recipe: Recipe, lab: Lab, quantize: list[Step]) -> None:
                 f"{error.message}",
                 error.hint,
             ) from error
+
+
+def _check_runtimes(recipe: Recipe, steps: list[Step]) -> None:
+    """Whether what measures can read the artifacts that the recipe will write."""
+    entries = [*recipe.bench, *recipe.ppl]
+    files = [step.spec.out for step in steps if step.spec.method == "gguf"]
+    folders = [step.spec.out for step in steps if step.spec.method != "gguf"]
+    for options in entries:
+        unread = {"torch": files, "llamacpp": folders}.get(asked(options))
+        if unread:
+            raise UsageError(f"`runtime: {options['runtime']}` does not read `{unread[0]}`", "leave `runtime` out")
+    if folders and entries and importlib.util.find_spec("torch") is None:
+        raise missing_extra("torch", "torch")
+
+
+def _check_inputs(recipe: Recipe, steps: list[Step], lab: Lab) -> None:
+    """Raise now what a step would raise before its work: of texts, and of torch methods engines and shapes too."""
+    stand_in = ModelFile(path="", label="model", source="", sha256="")
+    for options in recipe.ppl:
+        # Reads the text, as quantize steps do theirs.
+        fingerprint(ppl_step(stand_in, {**_as_offline(options, lab), "against": None}))
+    for step in steps:
+        if not _quantized(step, lab):
+            fingerprint(step)
+            check(step.spec)
 
 
 def _quantized(step: Step, lab: Lab) -> list[Result]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -95,7 +94,7 @@ def as_gguf(model: ModelFile, *, offline: bool, progress: Progress) -> tuple[Mod
 def _cuda(options: Options) -> bool:
     """Whether torch would find a CUDA device here; torch itself takes seconds to import."""
     wanted = options.get("device", "auto") in ("auto", "cuda")
-    return wanted and importlib.util.find_spec("torch") is not None and hardware.nvidia()[0] is not None
+    return wanted and hardware.torch_cuda() is not None and hardware.cuda_device()
 
 
 def _notices_path(gguf: Path) -> Path:

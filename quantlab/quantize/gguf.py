@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import os
 import tempfile
 import time
 from pathlib import Path
@@ -21,7 +20,7 @@ from quantlab.core import hardware
 from quantlab.core.artifact import is_shard, model_info, read_record, record_path, write_record
 from quantlab.core.corpus import Corpus
 from quantlab.core.errors import QuantlabError, UsageError, missing_extra
-from quantlab.core.files import PARTIAL_SUFFIX, check_output, check_space, sha256_file, write_text, written
+from quantlab.core.files import check_output, check_space, partial_of, sha256_file, write_text, written
 from quantlab.core.model import ModelFile
 from quantlab.core.progress import Progress
 from quantlab.core.result import Notice, Outcome
@@ -147,7 +146,7 @@ def _base(spec: QuantizeSpec, source: Source, temporary: Path, files: contextlib
     if _is_conversion(kept, spec):
         return kept, "reused"
     # Named so that the next run removes it where this one is killed.
-    base = temporary.with_name(f".{Path(spec.out).name}.base.{os.getpid()}{PARTIAL_SUFFIX}")
+    base = partial_of(Path(spec.out), "base")
     files.callback(base.unlink, missing_ok=True)
     return base, "converted"
 

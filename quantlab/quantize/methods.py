@@ -29,6 +29,16 @@ def check_place(spec: QuantizeSpec) -> None:
         check_output_folder(out, RECORD_NAME, force=spec.force)
 
 
+def check(spec: QuantizeSpec) -> None:
+    """Raise what `run` would raise of engine, input, shapes, memory or texts; looks at headers alone.
+
+    Of gguf the run itself finds all that within a second.
+    """
+    spec = check_spec(spec)
+    if spec.method != "gguf":
+        _module(spec).check(spec)
+
+
 def dry_run(spec: QuantizeSpec, progress: Progress) -> Prediction:
     """Predict size, memory and time of `run`; writes nothing."""
     spec = check_spec(spec)

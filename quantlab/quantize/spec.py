@@ -180,5 +180,5 @@ def _check_imatrix(spec: QuantizeSpec) -> None:
     if spec.type in WIDE_TYPES and (spec.imatrix or spec.skip):
         what = "`--imatrix`" if spec.imatrix else "`--skip`"
         raise UsageError(f"{what} does nothing for `{spec.type}`: no weight is quantized", "leave it out")
-    if not spec.imatrix and (spec.calib or spec.calib_samples is not None):
-        raise UsageError("a calibration text does nothing for gguf without `--imatrix`", "add `--imatrix`")
+    if not spec.imatrix:
+        refuse_options(spec, ("calib", "calib_samples", "calib_length"), " without `--imatrix`")

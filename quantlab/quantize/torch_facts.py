@@ -10,6 +10,7 @@ import msgspec
 from quantlab import __version__
 from quantlab.core.artifact import Record
 from quantlab.core.files import write_text
+from quantlab.core.model import ModelFile, ModelRef
 from quantlab.core.result import Measurement, ModelInfo, Notice, RuntimeInfo
 from quantlab.quantize.engines import Engine
 from quantlab.quantize.gguf_facts import parent_name
@@ -44,6 +45,10 @@ def asked(spec: QuantizeSpec) -> dict[str, Any]:
         del found["group_size"], found["sym"]
     if "calib" in found:
         found["calib"] = [_without_path(calib) for calib in spec.calib]
+    if spec.allow_requantize:
+        found["allow_requantize"] = True
+    if spec.dtype != "auto":
+        found["dtype"] = spec.dtype
     return found
 
 
@@ -60,17 +65,23 @@ def record(made: Made, sha256: str) -> Record:
         parent_revision=spec.model.revision,
         calibration=done.calibration,
         engine=_engine(made.engine),
-        got={"quantized_layers": len(done.layers), "layers_in_16_bits": made.plan.keep, "losses": done.losses},
+        got={**_got(made), "losses": done.losses},
         checked=_divergences(checked),
-        note=spec.model.note,
+        note=made.source.note,
     )
+
+
+def _got(made: Made) -> dict[str, Any]:
+    plan = made.plan
+    layers = {"quantized_layers": len(made.done.layers), "layers_in_16_bits": plan.keep}
+    return {**layers, "device": plan.device, "dtype": plan.dtype, "engine_packages": made.engine.pins}
 
 
 def write_card(folder: Path, made: Made) -> None:
     """Write README.md, the model card, and recipe.yaml, which `quantlab run` reads, beside the weights."""
     spec = made.spec
     options = {name: value for name, value in asked(spec).items() if name != "seed" or value}
-    recipe = {"name": variant(spec), "models": [parent_name(spec.model)], "quantize": [options]}
+    recipe = {"name": variant(spec), "models": [_pinned(spec.model)], "quantize": [options]}
     write_text(folder / "recipe.yaml", _yaml(recipe))
     write_text(folder / "README.md", _card(made))
 
@@ -89,10 +100,12 @@ def _card(made: Made) -> str:
             f"---\n{_yaml(head)}---\n",
             f"# {parent}, {variant(spec)}\n",
             f"Made by quantlab {__version__} with {_engine(made.engine)} from `{parent}` ({spec.model.sha256}).\n",
+            *([f"The parent: {made.source.note}.\n"] if made.source.note else []),
             *(f"- {name}: {value}" for name, value in facts.items()),
             "\nMeasured after the save, mean KL divergence in nats on a fixed text:\n",
             *(f"- {name}: {value:.4g}" for name, value in _divergences(made.checked).items()),
-            "\n`quantlab.json` is the record; `quantlab run recipe.yaml` makes the artifact again.\n",
+            "\n`quantlab.json` is the record. `quantlab run recipe.yaml` makes the artifact again; a model or text\n"
+            "that was a file is named there without its folder.\n",
         ]
     )
 
@@ -132,13 +145,14 @@ def details(made: Made) -> dict[str, Any]:
     plan, done, checked = made.plan, made.done, made.checked
     found: dict[str, Any] = {
         "asked": variant(made.spec),
-        "got": {"quantized_layers": len(done.layers), "layers_in_16_bits": plan.keep},
+        "got": _got(made),
         "engine": _engine(made.engine),
         "stages_s": {**done.stages_s, **{f"check: {name}": s for name, s in checked.stages_s.items()}},
         "losses": done.losses,
         "predicted": {
             "size_bytes": plan.prediction.size_bytes,
             "peak_process_bytes": plan.prediction.peak_process_bytes,
+            "peak_device_bytes": plan.prediction.peak_device_bytes,
             "quantize_s": plan.prediction.quantize_s,
         },
     }
@@ -173,6 +187,13 @@ def _divergences(checked: Checked) -> dict[str, float]:
 
 def _engine(engine: Engine) -> str:
     return f"{engine.name} {engine.pins[engine.name]}"
+
+
+def _pinned(model: ModelFile) -> str:
+    """What a recipe calls the parent: a Hub id with the commit that was used."""
+    name = parent_name(model)
+    of_hub = name == model.source and ModelRef.parse(name).kind == "hub"
+    return f"{name.partition('@')[0]}@{model.revision}" if of_hub and model.revision else name
 
 
 def _without_path(calib: str) -> str:

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import os
 import shutil
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -28,7 +30,7 @@ from quantlab.core.result import Notice, Outcome
 from quantlab.quantize import torch_facts as facts
 from quantlab.quantize.calibration import load_parts
 from quantlab.quantize.chinese import language_notices, speaks_chinese
-from quantlab.quantize.engines import ENGINES
+from quantlab.quantize.engines import ENGINES, Engine
 from quantlab.quantize.engines.environment import interpreter
 from quantlab.quantize.methods import check_place
 from quantlab.quantize.spec import Prediction, QuantizeSpec
@@ -40,6 +42,9 @@ from quantlab.runtime.worker import run_in_child
 
 _CHECK = "quantlab.quantize.torch_check:work"
 _REASON = "REJECTED.txt"
+# The package that transformers loads an engine's format with: the classic formats with gptqmodel.
+_LOADER = {"llmcompressor": "compressed_tensors"}
+_CLASSIC_LOADER = "gptqmodel"
 
 
 def run(spec: QuantizeSpec, progress: Progress) -> Outcome:
@@ -51,7 +56,7 @@ def run(spec: QuantizeSpec, progress: Progress) -> Outcome:
     started = time.perf_counter()
     engine, out = ENGINES[spec.engine or ""], Path(spec.out)
     _check_output(spec, out)
-    python = interpreter(engine)
+    python, checker = _python(engine), _checker(engine)
     with contextlib.ExitStack() as files:
         source = read_source(spec)
         planned = plan(source, spec)
@@ -62,14 +67,14 @@ def run(spec: QuantizeSpec, progress: Progress) -> Outcome:
         probe = Path(files.enter_context(tempfile.TemporaryDirectory())) / "probe.safetensors"
         job = _job(spec, source, planned, parts, out=folder, probe=probe)
         done = msgspec.convert(run_in_child(engine.call, msgspec.to_builtins(job), progress, python=python), EngineDone)
-        checked = _check(spec, source, progress, artifact=folder, probe=probe, python=python)
+        checked = _check(spec, source, progress, artifact=folder, probe=probe, python=checker)
         if checked.fault:
             raise _reject(folder, out, checked.fault)
         made = facts.Made(spec, engine, source, planned, done, checked)
         facts.write_card(folder, made)
         write_record(folder, facts.record(made, content_sha256(folder)))
     model = ModelFile(
-        str(out.resolve()), file_label(out), spec.out, content_sha256(out), spec.model.revision, spec.model.note
+        str(out.resolve()), file_label(out), spec.out, content_sha256(out), spec.model.revision, source.note
     )
     info = model_info(model)
     return Outcome(
@@ -87,10 +92,40 @@ def dry_run(spec: QuantizeSpec, progress: Progress) -> Prediction:
     return plan(read_source(spec), spec).prediction
 
 
+def check(spec: QuantizeSpec) -> None:
+    """Raise what `run` would raise of `spec` before any work: engine, input, shapes, memory and texts."""
+    engine = ENGINES[spec.engine or ""]
+    interpreter(engine)
+    _checker(engine)
+    source = read_source(spec)
+    plan(source, spec)
+    if calibrates(spec):
+        _calibration(spec, source)
+
+
 def _check_output(spec: QuantizeSpec, out: Path) -> None:
-    if out.resolve() == Path(spec.model.path).resolve():
-        raise UsageError(f"`{out}` is the input itself", "give the artifact another name with `--out`")
+    model = Path(spec.model.path).resolve()
+    if out.resolve() in (model, *model.parents):
+        what = "is" if out.resolve() == model else "holds"
+        raise UsageError(f"`{out}` {what} the input itself", "give the artifact another name with `--out`")
     check_place(spec)
+
+
+def _python(engine: Engine) -> Path | None:
+    """The interpreter of a child; None for this one, whose whole search path the child then has."""
+    found = interpreter(engine)
+    return None if found == Path(sys.executable) else found
+
+
+def _checker(engine: Engine) -> Path | None:
+    """The interpreter of the check: this one where it loads the format, as users will; else that of the engine.
+
+    The transformers of an engine that lives alone is too old for the check: that of gptqmodel reads its format.
+    """
+    needed = ("torch", "transformers", _LOADER.get(engine.name, _CLASSIC_LOADER))
+    if all(importlib.util.find_spec(name) for name in needed):
+        return None
+    return _python(ENGINES[_CLASSIC_LOADER] if engine.alone else engine)
 
 
 def _calibration(spec: QuantizeSpec, source: TorchSource) -> tuple[list[tuple[Corpus, float]], list[Notice]]:
@@ -122,9 +157,9 @@ def _job(
 
 
 def _check(
-    spec: QuantizeSpec, source: TorchSource, progress: Progress, *, artifact: Path, probe: Path, python: Path
+    spec: QuantizeSpec, source: TorchSource, progress: Progress, *, artifact: Path, probe: Path, python: Path | None
 ) -> Checked:
-    """Load the artifact in a fresh process: here where torch is, as its users will; else where the engine is."""
+    """Load the artifact in a fresh process."""
     job = CheckJob(
         method=spec.method,
         folder=str(source.folder),
@@ -134,17 +169,19 @@ def _check(
         threads=spec.threads or hardware.usable_cores(),
         weights=weights(spec),
     )
-    here = all(importlib.util.find_spec(name) for name in ("torch", "transformers"))
-    found = run_in_child(_CHECK, msgspec.to_builtins(job), progress, python=None if here else python)
-    return msgspec.convert(found, Checked)
+    return msgspec.convert(run_in_child(_CHECK, msgspec.to_builtins(job), progress, python=python), Checked)
 
 
 def _reject(folder: Path, out: Path, fault: str) -> QuantlabError:
     """Keep an artifact that failed its check where nobody takes it for one, with the reason in it."""
+    write_text(folder / _REASON, fault + "\n")
     rejected = out.with_name(out.name + ".rejected")
-    shutil.rmtree(rejected, ignore_errors=True)
-    shutil.move(folder, rejected)
-    write_text(rejected / _REASON, fault + "\n")
+    if (rejected / _REASON).is_file():
+        shutil.rmtree(rejected)
+    elif rejected.exists():
+        # Somebody else's.
+        rejected = out.with_name(f"{out.name}.rejected.{os.getpid()}")
+    folder.rename(rejected)
     return QuantlabError(
         f"the artifact failed its check: {fault}",
         f"it is kept as `{rejected}`; try another `--engine`, more calibration text, or check the model",

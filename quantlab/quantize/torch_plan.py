@@ -14,6 +14,8 @@ import psutil
 from quantlab.core import hardware
 from quantlab.core.errors import QuantlabError, UsageError
 from quantlab.core.result import Notice
+from quantlab.quantize.engines import ENGINES
+from quantlab.quantize.engines.environment import state
 from quantlab.quantize.spec import Prediction, QuantizeSpec
 from quantlab.quantize.tensors import matching
 from quantlab.quantize.torch_prediction import LAYER, Linear, predict
@@ -225,9 +227,13 @@ def _named(names: list[str]) -> str:
 
 def _device(spec: QuantizeSpec) -> str:
     """Where the engine runs: CUDA where it is, else the CPU (no engine here is tested on MPS)."""
-    cuda = hardware.nvidia()[0] is not None
+    there = hardware.cuda_device()
+    # An environment of its own has the index's torch, which is built for CUDA; this one may have another build.
+    cuda = there and not (state(ENGINES[spec.engine or ""]).where == "here" and hardware.torch_cuda() is None)
     if spec.device == "cuda" and not cuda:
-        raise QuantlabError("no CUDA device was found", "use `--device cpu`, or check `nvidia-smi`")
+        what = "the installed torch is built without CUDA" if there else "no CUDA device was found"
+        hint = "install a build of torch for CUDA" if there else "check `nvidia-smi` and CUDA_VISIBLE_DEVICES"
+        raise QuantlabError(what, f"use `--device cpu`, or {hint}")
     if spec.device == "mps":
         raise QuantlabError("the engines do not run on MPS", "use `--device cpu`")
     return "cuda" if cuda and spec.device == "auto" else spec.device.replace("auto", "cpu")

@@ -42,8 +42,6 @@ _SOLVE_PRODUCTS = 3
 _TRIALS, _TRIED_WEIGHTS, _SEARCH_TOKENS = 21, 1.35, 4096
 # Rounding is bound by memory: it takes as long as so many operations a weight.
 _ROUNDING_OPERATIONS = 1000
-# CUDA's compute capability from which on tensor cores multiply FP8 (Ada).
-_FP8_CAPABILITY = 8.9
 _PROBE_SIZE, _PROBE_REPEATS = 768, 3
 
 
@@ -184,7 +182,7 @@ def _operations_per_s() -> float:
 def _warnings(spec: QuantizeSpec) -> list[Notice]:
     if spec.method != "fp8":
         return []
-    if (hardware.nvidia_capability() or 0) >= _FP8_CAPABILITY:
+    if (hardware.nvidia_capability() or 0) >= hardware.FP8_CAPABILITY:
         return []
     return [
         Notice(

@@ -35,7 +35,8 @@ _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_exp
 class TorchSource(msgspec.Struct, frozen=True):
     """`folder` is what engines read: for a GGUF it exists from `prepare` on. `config` is that of the language model.
 
-    `shapes` of all tensors by name; `gguf` is the file that the folder is restored from; `notices` what must be said.
+    `shapes` of all tensors by name; `gguf` is the file that the folder is restored from; `notices` what must be said;
+    `note` what a reader must know of the weights' history.
     """
 
     folder: Path
@@ -43,6 +44,7 @@ class TorchSource(msgspec.Struct, frozen=True):
     shapes: dict[str, tuple[int, ...]]
     gguf: Path | None = None
     notices: list[Notice] = []
+    note: str | None = None
 
     @property
     def params(self) -> int:
@@ -61,7 +63,7 @@ def read_source(spec: QuantizeSpec) -> TorchSource:
     source = read_folder(path)
     if spec.allow_requantize:
         raise UsageError("`--allow-requantize` is for a quantized GGUF", "leave it out for a folder")
-    return source
+    return msgspec.structs.replace(source, note=spec.model.note)
 
 
 def prepare(source: TorchSource, progress: Progress) -> None:
@@ -173,7 +175,9 @@ def _gguf(spec: QuantizeSpec, path: Path) -> TorchSource:
             "quantize the original model",
         )
     ]
-    return TorchSource(folder, config, shapes, path, notices if quantized else [])
+    history = [f"weights dequantized from {' and '.join(quantized)} ({path.name})"] if quantized else []
+    note = "; ".join([*([spec.model.note] if spec.model.note else []), *history])
+    return TorchSource(folder, config, shapes, path, notices if quantized else [], note or None)
 
 
 def _check_numbers(folder: Path, progress: Progress) -> None:

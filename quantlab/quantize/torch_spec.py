@@ -5,13 +5,12 @@ from __future__ import annotations
 import msgspec
 
 from quantlab.core.errors import UsageError, unknown_name
-from quantlab.core.result import DTYPES
+from quantlab.core.result import DEVICES, DTYPES
 from quantlab.quantize.engines import choose
 from quantlab.quantize.spec import QuantizeSpec, refuse_options
 from quantlab.quantize.torch_work import SCHEMES, Weights
 
 GROUP_SIZES = (32, 64, 128, -1)
-DEVICES = ("auto", "cpu", "cuda", "mps")
 _DEFAULT_GROUP = 128
 _BITS = {"gptq": (4, 2, 3, 8), "awq": (4,), "rtn": (4, 8), "int8": (8,)}
 # AutoAWQ's artifacts have zero points, AutoGPTQ's have none.
@@ -31,7 +30,10 @@ def check_torch_spec(spec: QuantizeSpec) -> QuantizeSpec:
     spec = _fp8(spec) if spec.method == "fp8" else _integer(spec)
     if not calibrates(spec):
         refuse_options(spec, ("calib", "calib_samples", "calib_length"), ": it needs no calibration")
-    return msgspec.structs.replace(spec, engine=choose(spec.method, spec.engine).name)
+    spec = msgspec.structs.replace(spec, engine=choose(spec.method, spec.engine).name)
+    if spec.engine == "autoawq" and (spec.sym or spec.group_size == -1):
+        raise UsageError("`autoawq` writes zero points in groups, nothing else", "leave out `--sym`, or its `--engine`")
+    return spec
 
 
 def calibrates(spec: QuantizeSpec) -> bool:

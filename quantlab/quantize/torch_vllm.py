@@ -74,6 +74,13 @@ def _fused_modules(found: Stored) -> list[tuple[str, tuple[str, ...]]]:
     ]
 
 
+def _fused_rows(found: Stored, module: str) -> int:
+    """The out_features of the module that vLLM makes of this one and those beside it."""
+    prefix, _, part = module.rpartition(".")
+    parts = next((parts for parts in _FUSED if part in parts), (part,))
+    return sum(found.linears[name][0] for name in (f"{prefix}.{part}" for part in parts) if name in found.linears)
+
+
 def _scheme(found: Stored) -> str | None:
     weights = weights_of(found)
     if found.method == "gptq" and weights is not None and (weights.bits not in (4, 8) or not weights.sym):
@@ -115,7 +122,7 @@ def _kernel(found: Stored) -> str | None:
         return None
     why = "zero points" if not weights.sym else "whole rows" if half else "bfloat16"
     for module in found.quantized:
-        rows, columns = found.linears[module]
+        rows, columns = _fused_rows(found, module), found.linears[module][1]
         if columns % _MARLIN_IN or rows % _MARLIN_OUT:
             return (
                 f"`{module}` ({rows} x {columns}) does not fit vLLM's Marlin kernel (out_features in steps of "

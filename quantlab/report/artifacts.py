@@ -47,7 +47,8 @@ class Setting(NamedTuple):
 class Artifact:
     """All that is known of one model content; of several Results of one kind and setting the newest.
 
-    What torch computed in two dtypes is two artifacts. `runtime` is what measured it, None where nothing did.
+    What torch computed in two dtypes is two artifacts. `runtime` is what measured it, its speed where that was
+    measured; None where nothing was.
     """
 
     label: str
@@ -112,7 +113,7 @@ def _artifact(group: list[Result]) -> Artifact:
         labels={printable(result.label) for result in ordered},
     )
     for result in ordered:
-        if result.kind in _MEASURING:
+        if result.kind == "bench" or (result.kind == "ppl" and not artifact.bench):
             artifact.runtime = result.runtime
         if result.kind == "bench":
             artifact.bench[cell_of(result)] = result

@@ -42,15 +42,22 @@ def check_conditions(artifacts: list[Artifact], *, allow_env_diff: bool) -> list
 
 
 def _runtimes(artifacts: list[Artifact]) -> list[str]:
-    """What ran each artifact whose speed was measured, where it was not the same for all."""
-    ways: dict[str, list[str]] = {}
-    for artifact in artifacts:
-        if artifact.bench and artifact.runtime is not None:
-            ways.setdefault(runtime_name(artifact.runtime, device=True), []).append(f"`{artifact.label}`")
+    """What ran each artifact, where it was not the same for all: for speed, and for quality."""
+    speed = {artifact.label: list(artifact.bench.values()) for artifact in artifacts}
+    quality = {artifact.label: list(artifact.ppl.values()) for artifact in artifacts}
+    return [*_unlike("speed", speed, device=True), *_unlike("quality", quality, device=False)]
+
+
+def _unlike(what: str, measured: dict[str, list[Result]], *, device: bool) -> list[str]:
+    ways: dict[str, dict[str, None]] = {}
+    for label, results in measured.items():
+        for result in results:
+            if result.runtime is not None:
+                ways.setdefault(runtime_name(result.runtime, device=device), {})[f"`{label}`"] = None
     if len(ways) < 2:
         return []
     ran = "; ".join(f"{', '.join(labels)} in {way}" for way, labels in ways.items())
-    return [f"speed was measured in unlike runtimes, so that a difference is not of the weights alone: {ran}"]
+    return [f"{what} was measured in unlike runtimes, so that a difference is not of the weights alone: {ran}"]
 
 
 def runtime_name(runtime: RuntimeInfo, *, device: bool = False) -> str:

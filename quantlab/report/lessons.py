@@ -44,7 +44,12 @@ def _of_row(row: Row, comparison: Comparison) -> Iterable[str]:
 
 
 def asked_type(artifact: Artifact) -> str | None:
-    """The GGUF type that the quantize Result asked for, else the one that the label names."""
+    """The GGUF type that the quantize Result asked for, else the one that the label names; None for a folder.
+
+    A folder's label may name the GGUF that its weights come from (`demo-from-Q4_1`).
+    """
+    if artifact.model.format != "gguf":
+        return None
     asked = artifact.quantize.spec.get("type") if artifact.quantize else None
     named = _LABEL_TYPE.findall((asked if isinstance(asked, str) else artifact.label).upper())
     return named[-1] if named and _MAIN_TYPE.fullmatch(named[-1]) else None

@@ -21,27 +21,35 @@ def import_runtime(path: Path) -> None:
     if not path.is_dir():
         importlib.import_module("quantlab.runtime.llamacpp")
         return
+    quiet = importlib.import_module("quantlab.runtime.torch.load").quiet
     importlib.import_module("quantlab.runtime.torch.backend")
     method = (quantization(path) or {}).get("quant_method")
     for module in (*_LATE, *([_LATE_FOR[method]] if method in _LATE_FOR else [])):
         # A library that is missing or broken is the load's to tell.
-        with contextlib.suppress(ImportError, RuntimeError):
+        with quiet(), contextlib.suppress(ImportError, RuntimeError):
             importlib.import_module(module)
 
 
 @contextlib.contextmanager
 def opened(
-    path: Path, capacity: Capacity, *, device: str = "auto", dtype: str = "auto", threads: int | None = None
+    path: Path,
+    capacity: Capacity,
+    *,
+    device: str = "auto",
+    dtype: str = "auto",
+    threads: int | None = None,
+    exact: bool = False,
 ) -> Iterator[Backend]:
     """Open a `.gguf` file or a safetensors folder and close it at the end.
 
-    `dtype` (auto, float32, float16, bfloat16) is what torch computes in; a GGUF file's types are its own.
+    `dtype` (auto, float32, float16, bfloat16) is what torch computes in; a GGUF file's types are its own. `exact`
+    takes the kernels that round least instead of the fastest: for the quality of weights, not the speed of a kernel.
     """
     backend: Backend
     if path.is_dir():
         from quantlab.runtime.torch.backend import TorchBackend
 
-        backend = TorchBackend(path, capacity, device=device, dtype=dtype, threads=threads)
+        backend = TorchBackend(path, capacity, device=device, dtype=dtype, threads=threads, exact=exact)
     else:
         if dtype != "auto":
             raise UsageError(

@@ -227,8 +227,9 @@ def note_rounded(done: EngineDone, rounded: list[str]) -> None:
         done.notices.append(
             Notice(
                 "gptq-rounded",
-                f"{len(rounded)} modules were rounded: too few calibration tokens reached them (first: `{rounded[0]}`)",
-                "give more, and more varied, calibration text",
+                f"{len(rounded)} modules were rounded: too few tokens reached them, or GPTQ found no finite solution "
+                f"(first: `{rounded[0]}`)",
+                "give more, and more varied, calibration text; look whether the model's weights are finite",
             )
         )
 

@@ -57,14 +57,16 @@ class TorchBackend:
         device: str = "auto",
         dtype: str = "auto",
         threads: int | None = None,
+        exact: bool = False,
     ) -> None:
+        """`exact`: see `runtime.loading.opened`."""
         self._model: Model | None = None
         sizes = (capacity.n_ctx, capacity.n_seq, capacity.n_batch, capacity.n_ubatch, capacity.n_outputs + 1)
         if min(sizes) < 1:
             raise UsageError(f"{capacity} has a size below 1", "give sizes from 1 on")
         load.check_threads(threads)
         torch.set_num_threads(threads or hardware.usable_cores())
-        model = Model(path, device, dtype)
+        model = Model(path, device, dtype, exact=exact)
         self._capacity = capacity
         self._vocabulary = Vocabulary(path, model.n_vocab)
         model.require_room(capacity.n_seq * blocks_of(capacity.n_ctx) * BLOCK_TOKENS)

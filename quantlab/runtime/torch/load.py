@@ -30,6 +30,9 @@ except ModuleNotFoundError as error:
 
 DEVICES = ("auto", "cpu", "cuda", "mps")
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+# gptqmodel's kernels that round least: its own choice on a CPU rounds activations and scales to bfloat16, whatever the
+# dtype. That of gptq computes in float32, that of awq in float16.
+_EXACT = {"gptq": "gptq_torch", "awq": "torch_awq"}
 
 
 def device_named(name: str) -> torch.device:
@@ -97,9 +100,16 @@ def load_config(folder: Path) -> Any:
     return config
 
 
-def load_model(folder: Path, config: Any, dtype: torch.dtype, device: torch.device, attention: str) -> Any:
+def load_model(
+    folder: Path, config: Any, dtype: torch.dtype, device: torch.device, *, attention: str, exact: bool
+) -> Any:
     """The model in evaluation mode; a folder whose weights lack a tensor of the model is refused."""
-    _choose_kernels(config, dtype, device)
+    exact = exact and dtype == torch.float32 and config_method(config) in _EXACT
+    if exact:
+        config.quantization_config["backend"] = _EXACT[str(config_method(config))]
+        # gptqmodel compiles the unpacking of each shape, seconds each: more than a perplexity run wins by it.
+        torch.compiler.set_stance("force_eager")
+    _keep_fp8(config, dtype, device)
     try:
         with quiet():
             model, info = transformers.AutoModelForCausalLM.from_pretrained(
@@ -140,7 +150,7 @@ def load_model(folder: Path, config: Any, dtype: torch.dtype, device: torch.devi
             f"`{folder}` lacks {len(lacking)} tensors of {type(model).__name__}, first `{lacking[0]}`",
             "transformers would fill them with random numbers; download the folder again",
         )
-    if dtype == torch.float32 and config_method(config) == "gptq":
+    if exact and config_method(config) == "gptq":
         for module in model.modules():
             # Unpacked weights have the dtype of their scales: a product of float16 would be rounded once more.
             if isinstance(getattr(module, "scales", None), torch.Tensor):
@@ -156,21 +166,11 @@ def config_method(config: Any) -> str | None:
     return getattr(quantization, "quant_method", None)
 
 
-def _choose_kernels(config: Any, dtype: torch.dtype, device: torch.device) -> None:
-    """Ask the quantization's library for kernels that compute in `dtype`.
-
-    In float32 the library's own choice would round activations and scales to bfloat16 and measure the kernel instead
-    of the weights; awq has no kernel above float16. FP8 stays FP8 where the GPU multiplies it, elsewhere it is
-    decompressed.
-    """
-    method, quantization = config_method(config), getattr(config, "quantization_config", {})
-    exact = {"gptq": "gptq_torch", "awq": "torch_awq"}.get(str(method))
-    if exact and dtype == torch.float32:
-        quantization["backend"] = exact
-        # gptqmodel compiles the unpacking of each shape, seconds each: more than a perplexity run wins by it.
-        torch.compiler.set_stance("force_eager")
-    if method == "compressed-tensors" and device.type == "cuda" and dtype == torch.bfloat16:
+def _keep_fp8(config: Any, dtype: torch.dtype, device: torch.device) -> None:
+    """FP8 stays FP8 where the GPU multiplies it; elsewhere it is decompressed."""
+    if config_method(config) == "compressed-tensors" and device.type == "cuda" and dtype == torch.bfloat16:
         able = torch.cuda.get_device_capability() >= (8, 9)
+        quantization = config.quantization_config
         quantization["use_optimized_inference"] = able and _is_fp8_by_rows(quantization)
 
 

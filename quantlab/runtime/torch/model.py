@@ -25,12 +25,12 @@ VERSION = f"{torch.__version__}, transformers {transformers.__version__}"
 class Model:
     """The causal language model of a folder; `network` is transformers' own."""
 
-    def __init__(self, path: Path, device: str, dtype: str) -> None:
+    def __init__(self, path: Path, device: str, dtype: str, *, exact: bool) -> None:
         self.path, self.device = path, load.device_named(device)
         config = load.load_config(path)
         wanted = load.dtype_named(dtype, self.device, config)
         attention.register()
-        self.network: Any = load.load_model(path, config, wanted, self.device, attention.NAME)
+        self.network: Any = load.load_model(path, config, wanted, self.device, attention=attention.NAME, exact=exact)
         # A method's loader may have chosen another.
         self.dtype = self.network.dtype
         self.config: Any = self.network.config.get_text_config()
