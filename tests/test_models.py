@@ -58,7 +58,8 @@ def start(tmp_path: Path, url: str, model: str, offline: bool = False, **patch: 
         "PIP_FIND_LINKS": str(tmp_path / "index"),
         "NO_PROXY": "127.0.0.1",
     }
-    for name in ("HF_TOKEN", "HF_HUB_CACHE", "HF_HUB_OFFLINE"):
+    # The torch runtime sets some of these for its process when it is imported, as other test files do.
+    for name in ("HF_TOKEN", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
         env.pop(name, None)
     wanted = json.dumps({"model": model, "offline": offline, "patch": patch})
     return subprocess.Popen([sys.executable, "-c", CHILD, wanted], env=env, stdout=subprocess.PIPE, text=True)

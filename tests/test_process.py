@@ -29,8 +29,11 @@ open(f"up-{depth}", "w").close()
 time.sleep(600)
 """
 PARENT = """\
-import subprocess, sys
+import signal, subprocess, sys
 from quantlab.runtime.process import Process
+# A shell's background job ignores these, and its children with it.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
+signal.signal(signal.SIGINT, signal.default_int_handler)
 command = [sys.executable, "-I", "-S", *sys.argv[1:]]
 with Process(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as first:
     with Process(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as second:
@@ -129,10 +132,8 @@ def test_a_stopped_child_ends_with_its_parent(family: Path, group: bool) -> None
 
 def test_ctrl_z_stops_the_children_and_fg_continues_them(family: Path) -> None:
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    script = PARENT.replace("import subprocess", "import quantlab.runtime.process as p, subprocess", 1)
-    script = script.replace(
-        "command =", "p.signal.signal(p.signal.SIGTSTP, p.signal.SIG_DFL)\np.pause_together()\ncommand ="
-    )
+    ready = "from quantlab.runtime.process import pause_together\nsignal.signal(signal.SIGTSTP, signal.SIG_DFL)\n"
+    script = PARENT.replace("command =", ready + "pause_together()\ncommand =")
     parent = subprocess.Popen([sys.executable, "-c", script, "family.py", "1"], cwd=family, env=env)
     wait_for(family / "up-1", family / "up-0")
     until = time.monotonic() + 30
