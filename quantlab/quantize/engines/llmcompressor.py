@@ -56,7 +56,7 @@ def work(spec: Any, channel: Channel) -> EngineDone:
 def _quantize(job: EngineJob, channel: Channel) -> EngineDone:
     import torch
 
-    from quantlab.quantize.engines.llmcompressor_recipe import recipe
+    from quantlab.quantize.engines.llmcompressor_recipe import recipes
     from quantlab.quantize.torch_model import load_model, load_tokenizer, probe_ids, write_probe
 
     folder, started = Path(job.folder), time.perf_counter()
@@ -65,8 +65,8 @@ def _quantize(job: EngineJob, channel: Channel) -> EngineDone:
     calibrated = time.perf_counter()
     model = load_model(folder, dtype=getattr(torch, job.dtype), device=job.device)
     loaded = time.perf_counter()
-    modifiers, losses = recipe(job, model), _watch(channel, model)
-    engine_s = _oneshot(model, tokenizer, modifiers, windows)
+    steps, losses = recipes(job, model), _watch(channel, model)
+    engine_s = _oneshot(model, tokenizer, steps, windows)
     quantized, stored = time.perf_counter(), _stored_dtype(folder)
     _round_to(model, stored)
     write_probe(Path(job.probe), model, probe_ids(tokenizer))
@@ -86,12 +86,12 @@ def _quantize(job: EngineJob, channel: Channel) -> EngineDone:
         calibration=windows.record if windows else None,
         peak_process_bytes=hardware.peak_process_bytes(),
         peak_device_bytes=torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0,
-        notices=[*(windows.notices if windows else []), *_notices(job, modifiers, windows)],
+        notices=[*(windows.notices if windows else []), *_notices(job, steps, windows)],
     )
 
 
-def _oneshot(model: Any, tokenizer: Any, modifiers: list[Any], windows: Any) -> float:
-    """The engine's call, which quantizes `model` in place; returns the seconds of it."""
+def _oneshot(model: Any, tokenizer: Any, steps: list[list[Any]], windows: Any) -> float:
+    """The engine's calls, which quantize `model` in place; returns the seconds of them."""
     import torch
     from compressed_tensors.offload import remove_dispatch
     from llmcompressor import oneshot
@@ -100,17 +100,18 @@ def _oneshot(model: Any, tokenizer: Any, modifiers: list[Any], windows: Any) -> 
     if not torch.accelerator.is_available():
         # Pinned memory serves copies to an accelerator; where none is, torch refuses to pin.
         IntermediatesCache.pin_memory = lambda *args, **kwargs: None
-    awq = any(type(modifier).__name__ == "Awq" for modifier in modifiers)
     batches, started = _batches(windows), time.perf_counter()
-    oneshot(
-        model=model,
-        tokenizer=tokenizer,
-        recipe=modifiers,
-        dataset=batches,
-        use_loss_mask=awq and not windows.mask.all(),
-        # AWQ only scales: its layers still compute what they did.
-        propagate_error=not awq,
-    )
+    for modifiers in steps:
+        names = {type(modifier).__name__ for modifier in modifiers}
+        oneshot(
+            model=model,
+            tokenizer=tokenizer,
+            recipe=modifiers,
+            dataset=batches,
+            use_loss_mask="Awq" in names and not windows.mask.all(),
+            # What only scales leaves each layer computing what it did: it need not be computed again.
+            propagate_error="GPTQModifier" in names,
+        )
     engine_s = time.perf_counter() - started
     # Plain modules again: the engine wraps every parameter, and splits a tied head from its embedding.
     remove_dispatch(model)
@@ -118,11 +119,12 @@ def _oneshot(model: Any, tokenizer: Any, modifiers: list[Any], windows: Any) -> 
     return engine_s
 
 
-def _notices(job: EngineJob, modifiers: list[Any], windows: Any) -> list[Notice]:
+def _notices(job: EngineJob, steps: list[list[Any]], windows: Any) -> list[Notice]:
     notices = []
     if windows is not None and job.method != "awq" and not windows.mask.all():
         what = f"llmcompressor's {job.method} counts every token of the conversations, not the answers alone"
         notices.append(Notice("calibration-mask", what))
+    modifiers = [modifier for step in steps for modifier in step]
     rounded = [name for modifier in modifiers for name in getattr(modifier, "_rtn_fallback_module_names", [])]
     if rounded:
         what = f"{len(rounded)} modules were rounded, GPTQ found no solution: {', '.join(rounded[:3])}"

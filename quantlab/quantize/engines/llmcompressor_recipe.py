@@ -29,24 +29,24 @@ _GEMMA = (["re:.*gate_proj$", "re:.*up_proj$"], "re:.*pre_feedforward_layernorm$
 _DOWN = (["re:.*mlp.down_proj$"], "re:.*mlp.up_proj$")
 
 
-def recipe(job: EngineJob, model: Any) -> list[Any]:
-    """The modifiers of a job, in order; modules in `job.keep` and the head stay as they are."""
+def recipes(job: EngineJob, model: Any) -> list[list[Any]]:
+    """The modifiers of each call of the engine, in order; modules in `job.keep` and the head stay as they are."""
     head = model.get_output_embeddings()
     names = [name for name, module in model.named_modules(remove_duplicate=False) if module is head]
     config: dict[str, Any] = {"config_groups": {"group_0": _scheme(job)}, "ignore": sorted({*job.keep, *names})}
     if job.method == "int8":
         mappings = _smoothed(model)
-        smooth = [Smooth(mappings=mappings, smoothing_strength=_SMOOTHING)] if mappings else []
-        return [*smooth, GPTQModifier(**config)]
+        smooth = [[Smooth(mappings=mappings, smoothing_strength=_SMOOTHING)]] if mappings else []
+        return [*smooth, [GPTQModifier(**config)]]
     if job.method == "gptq" or job.scheme == "static":
-        return [GPTQModifier(**config)]
+        return [[GPTQModifier(**config)]]
     if job.method == "awq":
         if type(model).__name__ not in AWQ_MAPPING_REGISTRY:
             raise QuantlabError(
                 f"llmcompressor's awq does not know `{type(model).__name__}`", "use `--engine gptqmodel`, or gptq"
             )
-        return [Awq(), QuantizationModifier(**config)]
-    return [QuantizationModifier(**config)]
+        return [[Awq(), QuantizationModifier(**config)]]
+    return [[QuantizationModifier(**config)]]
 
 
 def _scheme(job: EngineJob) -> QuantizationScheme:
