@@ -147,7 +147,7 @@ def _job(
         keep=planned.keep,
         device=planned.device,
         dtype=planned.dtype,
-        threads=spec.threads or hardware.usable_cores(),
+        threads=planned.threads,
         seed=spec.seed,
         weights=weights(spec),
         scheme=spec.scheme,

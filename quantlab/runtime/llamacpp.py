@@ -13,7 +13,6 @@ import functools
 import hashlib
 import os
 import re
-import struct
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -22,9 +21,10 @@ import numpy as np
 
 from quantlab.core import hardware
 from quantlab.core.artifact import gguf_shards
-from quantlab.core.errors import QuantlabError, UsageError, missing_extra
+from quantlab.core.errors import QuantlabError, UsageError, missing_extra, unknown_name
 from quantlab.core.gguf_file import TensorInfo, kv_bytes_per_token, read_header
-from quantlab.core.result import RuntimeInfo
+from quantlab.core.result import DEVICES, RuntimeInfo
+from quantlab.runtime import saved
 from quantlab.runtime.backend import (
     Batch,
     Capacity,
@@ -45,7 +45,6 @@ try:
 except ModuleNotFoundError as error:
     raise missing_extra("llama-cpp-python", "gguf") from error
 
-DEVICES = ("auto", "cpu", "cuda", "mps")
 # Positions and counts are int32 in llama.cpp.
 _MOST = 2**31 - 1
 _MOST_THREADS = 512  # GGML_MAX_N_THREADS
@@ -274,7 +273,7 @@ class LlamaCppBackend:
         self._lengths[seq] = 0
 
     def save(self, seq: int) -> bytes:
-        """The KV of `seq`: magic, model identity, length, payload, sha256 of all before; see `Backend`."""
+        """The KV of `seq` (runtime/saved.py); see `Backend`."""
         if self.length(seq) == 0:
             raise UsageError(f"sequence {seq} is empty")
         size = lib.llama_state_seq_get_size(self._context, seq)
@@ -282,23 +281,13 @@ class LlamaCppBackend:
         written = lib.llama_state_seq_get_data(self._context, buffer, size, seq)
         if written == 0:
             raise QuantlabError(f"llama.cpp does not save sequence {seq}: {last_errors()}")
-        body = b"".join(
-            [_BLOB_MAGIC, self._identity, struct.pack("<Q", self._lengths[seq]), memoryview(buffer)[:written]]
-        )
-        return body + hashlib.sha256(body).digest()
+        return saved.pack(_BLOB_MAGIC, self._identity, self._lengths[seq], memoryview(buffer)[:written])
 
     def restore(self, seq: int, blob: bytes) -> None:
         """Put a saved KV into `seq`; see `Backend`."""
         self._require_empty(seq)
-        head = len(_BLOB_MAGIC) + 40
-        if len(blob) < head + 32 or hashlib.sha256(blob[:-32]).digest() != blob[-32:]:
-            raise QuantlabError("a saved sequence is damaged or none", "compute it again")
-        if not blob.startswith(_BLOB_MAGIC + self._identity):
-            raise QuantlabError("a saved sequence belongs to another model or version", "compute it again")
-        length = struct.unpack("<Q", blob[head - 8 : head])[0]
-        if length > self._capacity.n_ctx:
-            raise QuantlabError(f"a saved sequence of {length} tokens does not fit in {self._capacity.n_ctx}")
-        payload = (ctypes.c_uint8 * (len(blob) - head - 32)).from_buffer_copy(blob, head)
+        length, kept = saved.unpack(blob, _BLOB_MAGIC, self._identity, self._capacity.n_ctx)
+        payload = (ctypes.c_uint8 * len(kept)).from_buffer_copy(kept)
         if lib.llama_state_seq_set_data(self._context, payload, len(payload), seq) == 0:
             lib.llama_memory_seq_rm(self._kv, seq, -1, -1)
             raise QuantlabError(f"llama.cpp does not restore a saved sequence: {last_errors()}", "compute it again")
@@ -395,7 +384,7 @@ def opened(
 def _offloads(device: str) -> bool:
     """Whether layers go to a GPU; `cuda` and `mps` are refused where this build of llama.cpp has none."""
     if device not in DEVICES:
-        raise UsageError(f"unknown device `{device}`", f"known: {', '.join(DEVICES)}")
+        raise unknown_name("device", device, DEVICES)
     able = bool(lib.llama_supports_gpu_offload())
     if device in ("cuda", "mps") and not able:
         raise QuantlabError(

@@ -149,7 +149,7 @@ class _Seen:
 
 
 def _config(job: EngineJob, model: Any, seen: _Seen) -> dict[str, Any]:
-    """The quantization_config , and zero points as it says; optimum's own holds the calibration text."""
+    """The quantization_config, and zero points as it says; optimum's own holds the calibration text."""
     import gptqmodel
     from gptqmodel.utils.model import hf_convert_gptq_v2_to_v1_format
     from optimum.version import __version__

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import functools
 import gc
-import hashlib
 import itertools
-import struct
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -21,8 +19,9 @@ import numpy as np
 import torch
 
 from quantlab.core import hardware
-from quantlab.core.errors import QuantlabError, UsageError
+from quantlab.core.errors import UsageError
 from quantlab.core.result import RuntimeInfo
+from quantlab.runtime import saved
 from quantlab.runtime.backend import (
     Batch,
     Capacity,
@@ -190,27 +189,19 @@ class TorchBackend:
         self.truncate(seq, 0)
 
     def save(self, seq: int) -> bytes:
-        """The KV of `seq`: magic, model identity, length, payload, sha256 of all before; see `Backend`."""
+        """The KV of `seq` (runtime/saved.py); see `Backend`."""
         length = self.length(seq)
         if length == 0:
             raise UsageError(f"sequence {seq} is empty")
         payload = self._storage.read(self._blocks.slots(seq, 0, length))
-        body = b"".join([_BLOB_MAGIC, self._identity, struct.pack("<Q", length), payload])
-        return body + hashlib.sha256(body).digest()
+        return saved.pack(_BLOB_MAGIC, self._identity, length, payload)
 
     def restore(self, seq: int, blob: bytes) -> None:
         """Put a saved KV into `seq`; see `Backend`."""
         self._require_empty(seq)
-        head = len(_BLOB_MAGIC) + 40
-        if len(blob) < head + 32 or hashlib.sha256(blob[:-32]).digest() != blob[-32:]:
-            raise QuantlabError("a saved sequence is damaged or none", "compute it again")
-        if not blob.startswith(_BLOB_MAGIC + self._identity):
-            raise QuantlabError("a saved sequence belongs to another model or version", "compute it again")
-        length = struct.unpack("<Q", blob[head - 8 : head])[0]
-        if length > self._capacity.n_ctx:
-            raise QuantlabError(f"a saved sequence of {length} tokens does not fit in {self._capacity.n_ctx}")
+        length, kept = saved.unpack(blob, _BLOB_MAGIC, self._identity, self._capacity.n_ctx)
         self._blocks.extend(seq, 0, length)
-        self._storage.write(self._blocks.slots(seq, 0, length), blob[head:-32])
+        self._storage.write(self._blocks.slots(seq, 0, length), bytes(kept))
         self._lengths[seq] = length
 
     @functools.cached_property

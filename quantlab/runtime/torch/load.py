@@ -12,6 +12,7 @@ from typing import Any
 
 from quantlab.core.artifact import read_json, safetensors_files, safetensors_header
 from quantlab.core.errors import QuantlabError, UsageError, missing_extra, unknown_name
+from quantlab.core.result import DEVICES
 
 # Before transformers is imported: a local folder needs no network.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -28,7 +29,6 @@ try:
 except ModuleNotFoundError as error:
     raise missing_extra(str(error.name), "torch") from error
 
-DEVICES = ("auto", "cpu", "cuda", "mps")
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 # gptqmodel's kernels that round least: its own choice on a CPU rounds activations and scales to bfloat16, whatever the
 # dtype. That of gptq computes in float32, that of awq in float16.
