@@ -6,7 +6,6 @@ parent does (torch_speech.py), and be what its config.json says (torch_schema.py
 
 from __future__ import annotations
 
-import os
 import tempfile
 import time
 from pathlib import Path
@@ -22,6 +21,7 @@ from quantlab.core.hf_config import text_config
 from quantlab.core.result import Notice
 from quantlab.core.statistics import mean_interval
 from quantlab.quantize import torch_schema, torch_vllm
+from quantlab.quantize.torch_child import set_environment
 from quantlab.quantize.torch_schema import Stored
 from quantlab.quantize.torch_work import Checked, CheckJob
 from quantlab.runtime.worker import Channel
@@ -30,11 +30,6 @@ _ENVIRONMENT = {
     "GPTQMODEL_CPU_WORKERS": "2",
     # gptqmodel's kernels compile at the first forward: ten seconds and more for one text.
     "TORCHDYNAMO_DISABLE": "1",
-    "HF_HUB_OFFLINE": "1",
-    "TRANSFORMERS_OFFLINE": "1",
-    "HF_HUB_DISABLE_TELEMETRY": "1",
-    "TOKENIZERS_PARALLELISM": "false",
-    "TQDM_DISABLE": "1",
 }
 # Large enough that a verdict on calibration is not chance, and a text that nothing here is calibrated on.
 _TEXT, _TOKENS, _WINDOW_TOKENS = "builtin_eval", 2048, 512
@@ -57,9 +52,7 @@ _WEIGHT_ONLY = (*_CALIBRATED, "rtn")
 def work(spec: Any, channel: Channel) -> Checked:
     """Check one artifact; a fault is part of the answer. QuantlabError where this machine cannot tell."""
     job = msgspec.convert(spec, CheckJob)
-    os.environ.update(_ENVIRONMENT)
-    if job.device == "cpu":
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    set_environment(job.device, **_ENVIRONMENT)
     try:
         import torch
         import transformers  # noqa: F401

@@ -5,7 +5,6 @@ It runs in an environment of its own, with torch 2.6 and transformers 4.51: with
 
 from __future__ import annotations
 
-import os
 import time
 from pathlib import Path
 from typing import Any
@@ -17,16 +16,10 @@ from quantlab.core.artifact import read_json
 from quantlab.core.errors import QuantlabError, UsageError
 from quantlab.quantize import calibration
 from quantlab.quantize.engines.companions import copy_companions, write_config
+from quantlab.quantize.torch_child import set_environment
 from quantlab.quantize.torch_work import EngineDone, EngineJob
 from quantlab.runtime.worker import Channel
 
-_ENVIRONMENT = {
-    "HF_HUB_OFFLINE": "1",
-    "TRANSFORMERS_OFFLINE": "1",
-    "HF_HUB_DISABLE_TELEMETRY": "1",
-    "TOKENIZERS_PARALLELISM": "false",
-    "TQDM_DISABLE": "1",
-}
 # How many windows go through a layer at once: bounds the memory of the search.
 _WINDOWS_AT_ONCE = 4
 _OTHER = "use another `--engine`"
@@ -38,10 +31,7 @@ def work(spec: Any, channel: Channel) -> EngineDone:
     assert job.weights is not None and job.calibration is not None
     if job.weights.bits != 4 or job.weights.sym or job.weights.group_size < 1:
         raise UsageError("autoawq writes 4 bits with zero points in groups, nothing else", _OTHER)
-    os.environ.update(_ENVIRONMENT)
-    if job.device == "cpu":
-        # The engine takes whatever accelerator it sees.
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    set_environment(job.device)
     try:
         import awq
         import torch

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from pathlib import Path
 from typing import Any
@@ -15,17 +14,9 @@ from quantlab.core.errors import QuantlabError, UsageError, missing_extra
 from quantlab.core.result import Notice
 from quantlab.quantize import calibration
 from quantlab.quantize.engines.companions import copy_companions, write_config
+from quantlab.quantize.torch_child import set_environment
 from quantlab.quantize.torch_work import EngineDone, EngineJob
 from quantlab.runtime.worker import Channel
-
-_ENVIRONMENT = {
-    "HF_HUB_OFFLINE": "1",
-    "TRANSFORMERS_OFFLINE": "1",
-    "HF_HUB_DISABLE_TELEMETRY": "1",
-    "LLM_COMPRESSOR_LOG_LEVEL": "ERROR",
-    "TOKENIZERS_PARALLELISM": "false",
-    "TQDM_DISABLE": "1",
-}
 
 
 def work(spec: Any, channel: Channel) -> EngineDone:
@@ -33,10 +24,7 @@ def work(spec: Any, channel: Channel) -> EngineDone:
     job = msgspec.convert(spec, EngineJob)
     if job.desc_act:
         raise UsageError("llmcompressor has no `--desc-act`", "leave it out, or use `--engine gptqmodel`")
-    os.environ.update(_ENVIRONMENT)
-    if job.device == "cpu":
-        # The engine takes whatever accelerator it sees.
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    set_environment(job.device, LLM_COMPRESSOR_LOG_LEVEL="ERROR")
     try:
         import llmcompressor  # noqa: F401
         import torch

@@ -19,6 +19,7 @@ from quantlab.core.result import Notice
 from quantlab.quantize import calibration
 from quantlab.quantize.calibration import Calibration
 from quantlab.quantize.engines.companions import copy_companions, write_config
+from quantlab.quantize.torch_child import set_environment
 from quantlab.quantize.torch_work import EngineDone, EngineJob
 
 _ENVIRONMENT = {
@@ -26,11 +27,6 @@ _ENVIRONMENT = {
     "GPTQMODEL_CPU_WORKERS": "2",
     # Packing is compiled at first use (30 s, a compiler, a cache in the home folder); without, it takes seconds.
     "GPTQMODEL_DISABLE_PACK_EXT": "1",
-    "HF_HUB_OFFLINE": "1",
-    "TRANSFORMERS_OFFLINE": "1",
-    "HF_HUB_DISABLE_TELEMETRY": "1",
-    "TOKENIZERS_PARALLELISM": "false",
-    "TQDM_DISABLE": "1",
 }
 
 
@@ -63,10 +59,7 @@ def run(spec: Any, quantize: Quantize, package: str) -> EngineDone:
 
 def prepare(job: EngineJob, package: str) -> None:
     """Set what gptqmodel and torch read when they are imported, and import them."""
-    os.environ.update(_ENVIRONMENT)
-    if job.device == "cpu":
-        # It takes whatever accelerator it sees.
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    set_environment(job.device, **_ENVIRONMENT)
     try:
         import gptqmodel  # noqa: F401
         import torch
