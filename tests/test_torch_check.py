@@ -299,7 +299,7 @@ def test_a_good_artifact_passes(name: str, results: dict[str, Checked]) -> None:
         return
     # The artifacts are plain rounding themselves, so that both must agree but for the rounding to 16 bits.
     assert checked.kld_rounding == pytest.approx(checked.kld_parent, rel=0.02, abs=1e-5)
-    assert len(checked.kld_parent_blocks) == len(checked.kld_rounding_blocks) == 32
+    assert len(checked.kld_parent_blocks) == len(checked.kld_rounding_blocks) == 16
     assert np.mean(checked.kld_parent_blocks) == pytest.approx(checked.kld_parent, rel=1e-6)
 
 

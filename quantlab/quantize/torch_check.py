@@ -31,8 +31,9 @@ _ENVIRONMENT = {
     # gptqmodel's kernels compile at the first forward: ten seconds and more for one text.
     "TORCHDYNAMO_DISABLE": "1",
 }
-# Large enough that a verdict on calibration is not chance, and a text that nothing here is calibrated on.
-_TEXT, _TOKENS, _WINDOW_TOKENS = "builtin_eval", 2048, 512
+# A text that nothing here is calibrated on, large enough that a verdict on calibration is not chance, and small beside
+# a calibration: three models compute it.
+_TEXT, _TOKENS, _WINDOW_TOKENS = "builtin_eval", 1024, 512
 # Neighbouring tokens err together: the means of such blocks are what may be treated as independent.
 _BLOCK_TOKENS = 64
 # Relative error of the logits against the engine's own, by what either computed in. Measured: sound artifacts 0 to 2e-6
@@ -110,12 +111,18 @@ class _Comparison:
 
     def fault(self, windows: list[list[int]]) -> str | None:
         """What makes the artifact useless, or None; `checked` receives what was measured."""
-        from quantlab.quantize.torch_compare import keep_logits, load_artifact
+        from quantlab.quantize.torch_compare import keep_logits
+        from quantlab.quantize.torch_model import load_model
+        from quantlab.runtime.torch.load import FolderError
 
         self.channel.progress("check", 0, 3)
-        model, fault = load_artifact(Path(self.job.artifact), dtype=self.dtype, device=self.device)
+        artifact = Path(self.job.artifact)
+        try:
+            model = load_model(artifact, dtype=self.dtype, device=self.device, exact=True, strict=True)
+        except FolderError as error:
+            return error.message
         self._stop("load")
-        if fault := fault or self._engine_fault(model):
+        if fault := self._engine_fault(model):
             return fault
         own = keep_logits(model, windows, self.scratch / "artifact")
         del model

@@ -29,18 +29,13 @@ def load_tokenizer(folder: Path) -> Any:
     return transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
 
 
-def load_model(folder: Path, *, dtype: torch.dtype, device: str) -> Any:
-    """The causal language model of a folder, in evaluation mode; QuantlabError where transformers does not know it."""
-    try:
-        return transformers.AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, local_files_only=True, trust_remote_code=False, device_map=device
-        ).eval()
-    except (ImportError, KeyError, OSError, RuntimeError, ValueError) as error:
-        first = str(error).strip().partition("\n")[0]
-        raise QuantlabError(
-            f"transformers {transformers.__version__} does not load `{folder.name}`: {first}",
-            "code that comes with a model is never run; take a model that transformers has itself",
-        ) from error
+def load_model(folder: Path, *, dtype: torch.dtype, device: str, exact: bool = False, strict: bool = False) -> Any:
+    """The causal language model of a folder; errors and `exact` and `strict` as in runtime/torch/load.py."""
+    from quantlab.runtime.torch import load
+
+    return load.load_model(
+        folder, load.load_config(folder), dtype, load.device_named(device), exact=exact, strict=strict
+    )
 
 
 def probe_ids(tokenizer: Any) -> list[int]:

@@ -31,8 +31,12 @@ except ModuleNotFoundError as error:
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 # gptqmodel's kernels that round least: its own choice on a CPU rounds activations and scales to bfloat16, whatever the
-# dtype. That of gptq computes in float32, that of awq in float16.
+# dtype. That of gptq computes in float32, that of awq in float16, which is also ten times as slow on a CPU.
 _EXACT = {"gptq": "gptq_torch", "awq": "torch_awq"}
+
+
+class FolderError(QuantlabError):
+    """The folder itself does not load, on any machine."""
 
 
 def device_named(name: str) -> torch.device:
@@ -101,15 +105,40 @@ def load_config(folder: Path) -> Any:
 
 
 def load_model(
-    folder: Path, config: Any, dtype: torch.dtype, device: torch.device, *, attention: str, exact: bool
+    folder: Path,
+    config: Any,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    attention: str | None = None,
+    exact: bool = False,
+    strict: bool = False,
 ) -> Any:
-    """The model in evaluation mode; a folder whose weights lack a tensor of the model is refused."""
-    exact = exact and dtype == torch.float32 and config_method(config) in _EXACT
+    """The model in evaluation mode, with transformers' own `attention` where None.
+
+    `exact`: 4-bit weights are multiplied in float32 where `dtype` is. FolderError where the weights lack a tensor of
+    the model, or, if `strict`, hold one that the model has no place for; QuantlabError where it is this machine that
+    cannot load it.
+    """
+    method = config_method(config)
+    exact = exact and dtype == torch.float32 and method in _EXACT
     if exact:
-        config.quantization_config["backend"] = _EXACT[str(config_method(config))]
+        config.quantization_config["backend"] = _EXACT[str(method)]
         # gptqmodel compiles the unpacking of each shape, seconds each: more than a perplexity run wins by it.
         torch.compiler.set_stance("force_eager")
-    _keep_fp8(config, dtype, device)
+    model, info = _from_pretrained(folder, config, dtype, device, attention)
+    _refuse_keys(folder, type(model).__name__, info, strict=strict)
+    if exact and method == "gptq":
+        _widen_scales(model)
+    elif exact:
+        _widen_awq(model)
+    return model.eval()
+
+
+def _from_pretrained(
+    folder: Path, config: Any, dtype: torch.dtype, device: torch.device, attention: str | None
+) -> tuple[Any, dict[str, Any]]:
+    chosen = {} if attention is None else {"attn_implementation": attention}
     try:
         with quiet():
             model, info = transformers.AutoModelForCausalLM.from_pretrained(
@@ -117,13 +146,13 @@ def load_model(
                 config=config,
                 dtype=dtype,
                 device_map=device.type,
-                attn_implementation=attention,
                 use_safetensors=True,
                 local_files_only=True,
                 trust_remote_code=False,
-                # They are named below.
+                # They are named by _refuse_keys.
                 ignore_mismatched_sizes=True,
                 output_loading_info=True,
+                **chosen,
             )
     except ImportError as error:
         raise QuantlabError(
@@ -131,31 +160,54 @@ def load_model(
         ) from error
     except torch.OutOfMemoryError as error:
         raise QuantlabError(
-            f"`{folder}` does not fit in the memory of `{device.type}`", "use a smaller model"
+            f"`{folder}` does not fit in the memory of `{device.type}`", "use a smaller model, or `--device cpu`"
         ) from error
     except Exception as error:
         # Every method's own loader raises what it likes.
-        raise QuantlabError(
+        raise FolderError(
             f"transformers does not load `{folder}`: {_first_line(error)}", "check it with `quantlab inspect`"
         ) from error
+    return model, info
+
+
+def _refuse_keys(folder: Path, kind: str, info: dict[str, Any], *, strict: bool) -> None:
+    """Refuse weights that are not those of a model of class `kind`."""
     if other := sorted(info["mismatched_keys"]):
         name, stored, wanted = other[0]
-        raise QuantlabError(
+        raise FolderError(
             f"`{folder}` has {len(other)} tensors of another shape than config.json says, first `{name}`: "
             f"{tuple(stored)} instead of {tuple(wanted)}",
             "download the folder again",
         )
     if lacking := sorted(info["missing_keys"]):
-        raise QuantlabError(
-            f"`{folder}` lacks {len(lacking)} tensors of {type(model).__name__}, first `{lacking[0]}`",
+        raise FolderError(
+            f"`{folder}` lacks {len(lacking)} tensors of {kind}, first `{lacking[0]}`",
             "transformers would fill them with random numbers; download the folder again",
         )
-    if exact and config_method(config) == "gptq":
-        for module in model.modules():
-            # Unpacked weights have the dtype of their scales: a product of float16 would be rounded once more.
-            if isinstance(getattr(module, "scales", None), torch.Tensor):
-                module.scales = module.scales.float()
-    return model.eval()
+    if strict and (spare := sorted(info["unexpected_keys"])):
+        raise FolderError(f"`{folder}` has {len(spare)} tensors that {kind} has no place for, first `{spare[0]}`")
+
+
+def _widen_scales(model: Any) -> None:
+    """Unpacked weights have the dtype of their scales: a product of float16 would be rounded once more."""
+    for module in model.modules():
+        if isinstance(getattr(module, "scales", None), torch.Tensor):
+            module.scales = module.scales.float()
+
+
+def _widen_awq(model: Any) -> None:
+    """Put the float32 weights that the codes mean in place of gptqmodel's layers, which compute in float16."""
+    from gptqmodel.quantization.awq.utils.packing_utils import dequantize_gemm
+
+    packed = [(name, module) for name, module in model.named_modules() if type(module).__name__ == "AwqTorchLinear"]
+    for name, module in packed:
+        scales = module.scales.float()
+        weight = dequantize_gemm(module.qweight, module.qzeros, scales, module.bits, module.group_size).T
+        linear = torch.nn.Linear(*weight.T.shape, bias=module.bias is not None, device="meta")
+        linear.weight = torch.nn.Parameter(weight.contiguous(), requires_grad=False)
+        if module.bias is not None:
+            linear.bias = torch.nn.Parameter(module.bias.float(), requires_grad=False)
+        model.set_submodule(name, linear)
 
 
 def config_method(config: Any) -> str | None:
@@ -166,7 +218,7 @@ def config_method(config: Any) -> str | None:
     return getattr(quantization, "quant_method", None)
 
 
-def _keep_fp8(config: Any, dtype: torch.dtype, device: torch.device) -> None:
+def keep_fp8(config: Any, dtype: torch.dtype, device: torch.device) -> None:
     """FP8 stays FP8 where the GPU multiplies it; elsewhere it is decompressed."""
     if config_method(config) == "compressed-tensors" and device.type == "cuda" and dtype == torch.bfloat16:
         able = torch.cuda.get_device_capability() >= (8, 9)

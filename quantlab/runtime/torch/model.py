@@ -30,6 +30,7 @@ class Model:
         config = load.load_config(path)
         wanted = load.dtype_named(dtype, self.device, config)
         attention.register()
+        load.keep_fp8(config, wanted, self.device)
         self.network: Any = load.load_model(path, config, wanted, self.device, attention=attention.NAME, exact=exact)
         # A method's loader may have chosen another.
         self.dtype = self.network.dtype
