@@ -76,15 +76,15 @@ class QuantizeSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Prediction(msgspec.Struct, frozen=True):
     """What a dry run says of a quantize run.
 
-    `quantize_s` is the arithmetic alone, from this machine's speed on a few rows of each type: reading, checking and
-    writing come on top, and so do a conversion and an importance matrix.
+    `quantize_s` is the arithmetic alone, from this machine's speed: reading, checking and writing come on top, and so
+    do a conversion and an importance matrix. None where it is not known beforehand.
     """
 
     size_bytes: int
     bits_per_weight: float
     tensor_types: dict[str, TensorType]
     peak_process_bytes: int
-    quantize_s: float
+    quantize_s: float | None
     warnings: list[Notice]
     peak_device_bytes: int = 0
 

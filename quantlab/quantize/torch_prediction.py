@@ -3,13 +3,16 @@
 - Size: the codes, scales, zero points and indices of the format, and 16 bits for every other weight.
 - Memory of the engine's process: the libraries, the files as they are read, the model as the engine computes it, what
   was packed, the inputs and outputs of one layer for all samples (2 x samples x length x hidden size), two Hessians
-  (in_features^2 of float32) for each module of a layer, and logits of the check's text.
+  (in_features^2 of float32) for each module of a layer, or with gptqmodel's awq what goes into each module of a layer
+  for all samples, three times, and logits of the check's text.
 - Memory of the device: the whole model with llmcompressor and autoawq, the widest layer twice and the embedding with
   the others; samples and Hessians on top.
-- Time: the engine's own call. A pass is 2 x weights x tokens operations; gptq takes 2 and a Hessian
-  (2 x tokens x in_features^2 for each module) and 3 products of in_features^3 for its inverse and the updates; awq
-  takes 2 and tries 21 scales, each a pass over the searched tokens of what the scales touch; static scales take 1. All
-  at the speed that a float32 product of numpy has here. Loading, saving and checking come on top.
+- Time on a CPU: the engine's own call. A pass is 2 x weights x tokens operations; gptq takes 2 and a Hessian
+  (2 x tokens x in_features^2 for each module), 3 products of in_features^3 for its inverse, and goes through the
+  columns one by one; awq takes 2 and tries 21 scales, each a pass over the searched tokens of what the scales touch,
+  and tries 10 bounds of each group; static scales take 1. Products at the speed that a float32 product of numpy has
+  here, what is bound by memory and by calls at the speed it was measured with. Loading, saving and checking come on
+  top. On a GPU the time is not known beforehand.
 """
 
 from __future__ import annotations
@@ -40,9 +43,13 @@ _SOLVE_PRODUCTS = 3
 # Scales that awq tries, the weights that a trial passes (o_proj and down_proj are tried twice), and the tokens that
 # gptqmodel's search is given (engines/gptqmodel_awq.py); the others take all.
 _TRIALS, _TRIED_WEIGHTS, _SEARCH_TOKENS = 21, 1.35, 4096
-# Rounding is bound by memory: it takes as long as so many operations a weight.
-_ROUNDING_OPERATIONS = 1000
-_PROBE_SIZE, _PROBE_REPEATS = 768, 3
+# What gptqmodel's awq holds of the inputs of a layer's modules: each batch, all joined, and a copy to reduce.
+_AWQ_INPUTS = 3
+# Seconds a weight and a column beside the products (two AVX-512 cores, gptqmodel 7.6): ranges are searched again and
+# again over the weights, which is bound by memory, and GPTQ takes a dozen small calls a column.
+_ROUND_S, _SEARCH_S = 6e-9, {"gptq": 4e-7, "int8": 4e-8, "awq": 9e-7}
+_COLUMN_S = 3e-4
+_PROBE_SIZE, _PROBE_REPEATS = 768, 12
 
 
 class Linear(msgspec.Struct, frozen=True):
@@ -78,7 +85,7 @@ def predict(source: TorchSource, quantized: list[Linear], spec: QuantizeSpec, *,
         },
         peak_process_bytes=_process_bytes(source, quantized, spec, width) + packed,
         peak_device_bytes=_device_bytes(source, quantized, spec, width) if device == "cuda" else 0,
-        quantize_s=_operations(quantized, spec) / _operations_per_s(),
+        quantize_s=_seconds(quantized, spec) if device == "cpu" else None,
         warnings=_warnings(spec),
     )
 
@@ -125,10 +132,14 @@ def _tokens(spec: QuantizeSpec) -> int:
 
 
 def _samples_bytes(source: TorchSource, quantized: list[Linear], spec: QuantizeSpec, width: int) -> int:
-    """Inputs and outputs of a layer for all samples, and the Hessians of its modules."""
+    """Inputs and outputs of a layer for all samples, and what the method keeps of its modules."""
     inout = 2 * _tokens(spec) * int(source.config.get("hidden_size") or 0) * width
-    hessians = 2 * 4 * max(_by_layer(quantized, lambda linear: linear.in_features**2), default=0)
-    return inout + (hessians if spec.method in _SOLVES else 0)
+    if spec.method in _SOLVES:
+        return inout + 2 * 4 * max(_by_layer(quantized, lambda linear: linear.in_features**2), default=0)
+    if spec.method == "awq" and spec.engine == "gptqmodel":
+        widest = max(_by_layer(quantized, lambda linear: linear.in_features), default=0)
+        return inout + _AWQ_INPUTS * _tokens(spec) * widest * width
+    return inout
 
 
 def _process_bytes(source: TorchSource, quantized: list[Linear], spec: QuantizeSpec, width: int) -> int:
@@ -154,18 +165,20 @@ def _by_layer(quantized: list[Linear], size: Callable[[Linear], int]) -> Iterabl
     return sums.values()
 
 
-def _operations(quantized: list[Linear], spec: QuantizeSpec) -> float:
+def _seconds(quantized: list[Linear], spec: QuantizeSpec) -> float:
     weights, tokens = sum(linear.params for linear in quantized), _tokens(spec)
-    found = float(_ROUNDING_OPERATIONS * weights)
-    if tokens:
-        found += _PASSES[spec.method] * 2 * weights * tokens
+    found = weights * _ROUND_S
+    if not tokens:
+        return found
+    operations = _PASSES[spec.method] * 2 * weights * tokens
     if spec.method in _SOLVES:
-        squares, cubes = (sum(linear.in_features**power for linear in quantized) for power in (2, 3))
-        found += 2 * tokens * squares + 2 * _SOLVE_PRODUCTS * cubes
+        columns, squares, cubes = (sum(linear.in_features**power for linear in quantized) for power in (1, 2, 3))
+        operations += 2 * tokens * squares + 2 * _SOLVE_PRODUCTS * cubes
+        found += columns * _COLUMN_S
     if spec.method == "awq":
         searched = min(tokens, _SEARCH_TOKENS) if spec.engine == "gptqmodel" else tokens
-        found += _TRIALS * _TRIED_WEIGHTS * 2 * weights * searched
-    return found
+        operations += _TRIALS * _TRIED_WEIGHTS * 2 * weights * searched
+    return found + weights * _SEARCH_S.get(spec.method, 0) + operations / _operations_per_s()
 
 
 def _operations_per_s() -> float:
