@@ -469,7 +469,7 @@ class BackendContract:
         assert sum(loaded.runtime.kernels.values()) > 0
         memory = backend.memory()
         assert 0 < memory.process <= memory.process_peak
-        assert 0 <= memory.device_allocated <= memory.device_reserved
+        assert 0 <= memory.device_allocated <= memory.device_reserved_peak
         assert memory.device_allocated <= memory.device_peak
 
     def test_counters_count_and_reset_forgets(self, backend: Backend, tokens: Tokens) -> None:

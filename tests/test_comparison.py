@@ -481,6 +481,14 @@ def test_quality_of_two_runtimes_is_named():
     assert not any("unlike runtimes" in note for note in compare(elsewhere).notes)
 
 
+def test_quality_by_other_kernels_than_speed_is_named():
+    exact, fast = (REPLACE(TORCH, kernels={f"mlp {kind}": 9, "lm_head Linear": 1}) for kind in ("Linear", "Marlin"))
+    results = [bench("AWQ", Q4, [0.5, 0.55], runtime=fast), ppl("AWQ", Q4, NLL, runtime=exact)]
+    said = "quality of `AWQ` was computed by Linear, its speed is that of Linear, Marlin, which may round more"
+    assert said in compare(results).notes
+    assert said not in compare([results[0], ppl("AWQ", Q4, NLL, runtime=fast)]).notes
+
+
 def test_one_runtime_has_no_column_and_packages_do_not_matter():
     without, beside = REPLACE(ENV, packages={"numpy": "2"}), REPLACE(ENV, packages={"numpy": "2", "torch": "2.13"})
     comparison = compare([bench("f16", F16, [1.0], env=without), bench("Q4", Q4, [1.0], env=beside)])

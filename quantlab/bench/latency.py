@@ -172,7 +172,7 @@ def _sizes(subject: Subject) -> dict[str, Measurement]:
     values: dict[str, tuple[float, Better]] = {
         "peak_process_bytes": (memory.process_peak - ready.process_bytes_before_load, "lower"),
         "peak_device_bytes": (memory.device_peak, "lower"),
-        "peak_reserved_bytes": (memory.device_reserved, "lower"),
+        "peak_reserved_bytes": (memory.device_reserved_peak, "lower"),
         "weight_bytes": (ready.loaded.weight_bytes, "lower"),
         "kv_bytes_per_token": (ready.loaded.kv_bytes_per_token, "lower"),
     }

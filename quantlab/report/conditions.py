@@ -5,6 +5,8 @@ Two runtimes differ by nature, in versions, threads and devices: their speeds ar
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from quantlab.core.errors import QuantlabError
 from quantlab.core.result import Result, RuntimeInfo
 from quantlab.core.text import printable
@@ -32,7 +34,7 @@ def check_conditions(artifacts: list[Artifact], *, allow_env_diff: bool) -> list
             "bench them together, name the Results to compare, or pass `--allow-env-diff`",
         )
     notes = [f"unlike conditions, allowed by `--allow-env-diff`: {difference}" for difference in unlike]
-    notes += _runtimes(artifacts)
+    notes += [*_runtimes(artifacts), *_kernels(artifacts)]
     for runs in cells.values():
         loads = sorted((result.env.load_average, label) for label, result in runs)
         (low, calm), (high, busy) = loads[0], loads[-1]
@@ -46,6 +48,21 @@ def _runtimes(artifacts: list[Artifact]) -> list[str]:
     speed = {artifact.label: list(artifact.bench.values()) for artifact in artifacts}
     quality = {artifact.label: list(artifact.ppl.values()) for artifact in artifacts}
     return [*_unlike("speed", speed, device=True), *_unlike("quality", quality, device=False)]
+
+
+def _kernels(artifacts: list[Artifact]) -> Iterator[str]:
+    """Where the perplexity of an artifact was computed by other kernels than its speed: what that of users rounds."""
+    for artifact in artifacts:
+        exact, fast = (
+            sorted({kernel.rpartition(" ")[2] for r in of.values() if r.runtime for kernel in r.runtime.kernels})
+            for of in (artifact.ppl, artifact.bench)
+        )
+        if exact and fast and exact != fast:
+            ways = [", ".join(printable(name) for name in names) for names in (exact, fast)]
+            yield (
+                f"quality of `{artifact.label}` was computed by {ways[0]}, its speed is that of {ways[1]}, which may "
+                "round more"
+            )
 
 
 def _unlike(what: str, measured: dict[str, list[Result]], *, device: bool) -> list[str]:

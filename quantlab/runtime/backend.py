@@ -86,10 +86,10 @@ class Batch:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes, kept apart: what the device allocated and reserved, and the peaks of device and process."""
+    """Bytes, kept apart: what is allocated on the device now, the most that was reserved and allocated, the process."""
 
     device_allocated: int
-    device_reserved: int
+    device_reserved_peak: int
     device_peak: int
     process: int
     process_peak: int

@@ -125,7 +125,7 @@ class Model:
         """Bytes now and at the peak; on a CPU all is the process's. MPS keeps no peak: what its driver holds now."""
         allocated = reserved = peak = 0
         if self.device.type == "cuda":
-            allocated, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+            allocated, reserved = torch.cuda.memory_allocated(), torch.cuda.max_memory_reserved()
             peak = torch.cuda.max_memory_allocated()
         elif self.device.type == "mps":
             allocated, reserved = torch.mps.current_allocated_memory(), torch.mps.driver_allocated_memory()
