@@ -62,7 +62,9 @@ def write_model(folder: Path) -> Path:
         vocab_size=373, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=4, max_position_embeddings=256, bos_token_id=1, eos_token_id=2,
     )  # fmt: skip
-    write_folder(folder.with_name("words"), "llama")
+    # The class that transformers 5 names in every tokenizer that it saves.
+    tokens = {"bos_token": "<s>", "eos_token": "</s>", "tokenizer_class": "TokenizersBackend"}
+    write_folder(folder.with_name("words"), "llama", tokenizer_config=tokens)
     transformers.LlamaForCausalLM(config).half().save_pretrained(folder)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copyfile(folder.with_name("words") / name, folder / name)

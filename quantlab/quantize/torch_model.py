@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 import torch
-import transformers
 from safetensors.numpy import load_file, save_file
 
 from quantlab.core.errors import QuantlabError
+from quantlab.runtime.torch.vocabulary import load_tokenizer as load_tokenizer
 
 # English, Chinese and code, so that most of a vocabulary's kinds of tokens are met.
 PROBE = (
@@ -22,11 +22,6 @@ PROBE = (
     "def area(r: float) -> float:\n    return 3.14159 * r ** 2\n\nQ: What is the capital of France?\nA: Paris."
 )
 PROBE_TOKENS = 128
-
-
-def load_tokenizer(folder: Path) -> Any:
-    """The tokenizer of a folder."""
-    return transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
 
 
 def load_model(folder: Path, *, dtype: torch.dtype, device: str, exact: bool = False, strict: bool = False) -> Any:

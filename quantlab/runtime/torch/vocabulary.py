@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import transformers
 
+from quantlab.core.artifact import read_json
 from quantlab.core.errors import QuantlabError, UsageError
 from quantlab.runtime.backend import Tokens
 from quantlab.runtime.torch.load import quiet
@@ -18,23 +19,32 @@ from quantlab.runtime.torch.load import quiet
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
+def load_tokenizer(folder: Path) -> Any:
+    """The fast tokenizer of a folder; QuantlabError where transformers does not load it, or only a slow one."""
+    kind, config = transformers.AutoTokenizer, folder / "tokenizer_config.json"
+    if config.is_file() and read_json(config).get("tokenizer_class") == "TokenizersBackend":
+        # The name that transformers 5 gives this class and writes; the AutoTokenizer of earlier ones does not know it.
+        kind = transformers.PreTrainedTokenizerFast
+    try:
+        with quiet():
+            tokenizer = kind.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        assert tokenizer.backend_tokenizer is not None
+    except Exception as error:
+        # The Rust tokenizer raises plain Exception for a damaged file.
+        reason = next(iter(str(error).splitlines()), repr(error))
+        raise QuantlabError(
+            f"`{folder}` has no tokenizer that transformers loads: {reason}",
+            "download tokenizer.json and tokenizer_config.json",
+        ) from error
+    return tokenizer
+
+
 class Vocabulary:
     """The tokenizer of a folder, whose model has `n_vocab` logits."""
 
     def __init__(self, folder: Path, n_vocab: int) -> None:
-        try:
-            with quiet():
-                self._tokenizer = transformers.AutoTokenizer.from_pretrained(
-                    folder, local_files_only=True, trust_remote_code=False
-                )
-            backend = self._tokenizer.backend_tokenizer
-        except Exception as error:
-            # The Rust tokenizer raises plain Exception for a damaged file.
-            reason = next(iter(str(error).splitlines()), repr(error))
-            raise QuantlabError(
-                f"`{folder}` has no tokenizer that transformers loads: {reason}",
-                "download tokenizer.json and tokenizer_config.json",
-            ) from error
+        self._tokenizer = load_tokenizer(folder)
+        backend = self._tokenizer.backend_tokenizer
         self.n_vocab = n_vocab
         self._backend = backend
         added = self._tokenizer.added_tokens_decoder
