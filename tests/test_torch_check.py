@@ -233,7 +233,8 @@ def check_all(spec: dict[str, Any], channel: Channel) -> dict[str, Checked]:
     import transformers
 
     from quantlab.quantize.torch_check import work
-    from quantlab.quantize.torch_model import load_model, load_tokenizer, probe_ids, write_probe
+    from quantlab.quantize.torch_model import load_model, probe_ids, write_probe
+    from quantlab.runtime.torch.vocabulary import load_tokenizer
 
     torch.set_num_threads(1)
     transformers.logging.disable_progress_bar()

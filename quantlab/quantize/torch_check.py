@@ -85,7 +85,7 @@ def _find_fault(job: CheckJob, checked: Checked, channel: Channel) -> str | None
 
 def _windows(parent: Path, text: str) -> list[list[int]]:
     """Token ids of the fixed text, in windows that the model's positions hold."""
-    from quantlab.quantize.torch_model import load_tokenizer
+    from quantlab.runtime.torch.vocabulary import load_tokenizer
 
     limit = text_config(parent).get("max_position_embeddings")
     size = min(_WINDOW_TOKENS, limit) if isinstance(limit, int) else _WINDOW_TOKENS
@@ -135,7 +135,8 @@ class _Comparison:
     def _engine_fault(self, model: Any) -> str | None:
         """Whether what was saved computes what the engine's model in memory did."""
         from quantlab.quantize.torch_compare import divergence, precision, relative_error
-        from quantlab.quantize.torch_model import load_tokenizer, logits_of, probe_ids, read_probe
+        from quantlab.quantize.torch_model import logits_of, probe_ids, read_probe
+        from quantlab.runtime.torch.vocabulary import load_tokenizer
 
         ids, engine = read_probe(Path(self.job.probe))
         if ids != probe_ids(load_tokenizer(Path(self.job.artifact))):

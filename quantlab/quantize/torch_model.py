@@ -13,7 +13,7 @@ import torch
 from safetensors.numpy import load_file, save_file
 
 from quantlab.core.errors import QuantlabError
-from quantlab.runtime.torch.vocabulary import load_tokenizer as load_tokenizer
+from quantlab.runtime.torch import load
 
 # English, Chinese and code, so that most of a vocabulary's kinds of tokens are met.
 PROBE = (
@@ -26,8 +26,6 @@ PROBE_TOKENS = 128
 
 def load_model(folder: Path, *, dtype: torch.dtype, device: str, exact: bool = False, strict: bool = False) -> Any:
     """The causal language model of a folder; errors and `exact` and `strict` as in runtime/torch/load.py."""
-    from quantlab.runtime.torch import load
-
     return load.load_model(
         folder, load.load_config(folder), dtype, load.device_named(device), exact=exact, strict=strict
     )

@@ -7,7 +7,8 @@ from typing import Any
 
 from quantlab.core.artifact import read_json
 from quantlab.core.errors import QuantlabError
-from quantlab.quantize.torch_model import PROBE, load_tokenizer
+from quantlab.quantize.torch_model import PROBE
+from quantlab.runtime.torch.vocabulary import load_tokenizer
 
 _GENERATION = "generation_config.json"
 # Written by whatever library saved the file.

@@ -37,7 +37,8 @@ def work(spec: Any, channel: Channel) -> EngineDone:
         import torch
     except ModuleNotFoundError as error:
         raise QuantlabError(f"`{error.name}` is not installed", "run `quantlab engines add autoawq`") from None
-    from quantlab.quantize.torch_model import load_tokenizer, probe_ids, write_probe
+    from quantlab.quantize.torch_model import probe_ids, write_probe
+    from quantlab.runtime.torch.vocabulary import load_tokenizer
 
     torch.set_num_threads(job.threads)
     torch.manual_seed(job.seed)

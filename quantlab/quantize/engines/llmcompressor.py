@@ -45,7 +45,8 @@ def _quantize(job: EngineJob, channel: Channel) -> EngineDone:
     import torch
 
     from quantlab.quantize.engines.llmcompressor_recipe import recipes
-    from quantlab.quantize.torch_model import load_model, load_tokenizer, probe_ids, write_probe
+    from quantlab.quantize.torch_model import load_model, probe_ids, write_probe
+    from quantlab.runtime.torch.vocabulary import load_tokenizer
 
     folder, started = Path(job.folder), time.perf_counter()
     tokenizer = load_tokenizer(folder)

@@ -79,7 +79,8 @@ def prepare(job: EngineJob, package: str) -> None:
 def _run(job: EngineJob, quantize: Quantize) -> EngineDone:
     import torch
 
-    from quantlab.quantize.torch_model import load_tokenizer, probe_ids, write_probe
+    from quantlab.quantize.torch_model import probe_ids, write_probe
+    from quantlab.runtime.torch.vocabulary import load_tokenizer
 
     assert job.calibration is not None
     clock, folder, out = time.perf_counter, Path(job.folder), Path(job.out)
