@@ -424,6 +424,32 @@ def test_a_path_that_the_parent_had_is_no_leak(plain: Path, tmp_path: Path) -> N
     assert "README.md" in str(torch_schema.find_fault(tmp_path / "a", parent, None))
 
 
+def test_a_text_that_the_parent_had_is_no_leak(plain: Path, tmp_path: Path) -> None:
+    write_artifact(tmp_path / "a", plain, "gptq")
+    parent = tmp_path / "parent"
+    shutil.copytree(plain, parent)
+    for folder in (parent, tmp_path / "a"):
+        edit(folder / "config.json", lambda c: c.update(note="of the upstream model " * 60))
+    assert torch_schema.find_fault(tmp_path / "a", parent, None) is None
+    edit(tmp_path / "a" / "config.json", lambda c: c.update(dataset="what was calibrated on " * 60))
+    assert "more than 1000 characters" in str(torch_schema.find_fault(tmp_path / "a", parent, None))
+
+
+def test_a_second_copy_of_a_head_may_go_unless_config_says_that_it_is_another(plain: Path, tmp_path: Path) -> None:
+    """What the class of a model ties by default, its config.json need not tell."""
+    parent = tmp_path / "parent"
+    shutil.copytree(plain, parent)
+    write_artifact(tmp_path / "a", parent, "gptq")
+    drop("lm_head.weight")(tmp_path / "a")
+    for says, fault in ((None, None), (False, "it lost `lm_head.weight`")):
+        for folder in (parent, tmp_path / "a"):
+            edit(folder / "config.json", lambda c, says=says: c.update(tie_word_embeddings=says))
+        path = parent / "model.safetensors"
+        tensors = load_file(path)
+        save_file(tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].copy()}, path, {"format": "pt"})
+        assert torch_schema.find_fault(tmp_path / "a", parent, None) == fault
+
+
 def vllm_reasons(plain: Path, artifact: Path, **options: Any) -> str:
     write_artifact(artifact, plain, **options)
     return " / ".join(notice.message for notice in torch_vllm.notices(torch_schema.stored(artifact, plain)))

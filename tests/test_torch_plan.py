@@ -15,6 +15,7 @@ import safetensors.numpy
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from quantlab.core import hardware
 from quantlab.core.errors import QuantlabError, UsageError
 from quantlab.core.model import ModelFile
 from quantlab.core.progress import silent
@@ -38,7 +39,7 @@ def source_of(shapes: dict[str, tuple[int, int]]) -> TorchSource:
     """A source of one layer whose modules have these (in, out)."""
     named = {f"model.layers.0.{name}.weight": (out, into) for name, (into, out) in shapes.items()}
     rest = {"model.embed_tokens.weight": (100, 64), "lm_head.weight": (100, 64), "model.norm.weight": (64,)}
-    return TorchSource(Path("model"), {"hidden_size": 64, "num_hidden_layers": 1}, named | rest)
+    return TorchSource(Path("model"), {"hidden_size": 64, "num_hidden_layers": 1}, named | rest, 0)
 
 
 @pytest.fixture
@@ -316,6 +317,41 @@ def test_what_does_not_fit_on_the_device_is_refused(folder: Path, monkeypatch: p
     assert 0 < planned.prediction.peak_device_bytes < 10**9
     # The speed of a product on the CPU says nothing of it.
     assert planned.prediction.quantize_s is None
+
+
+def test_a_driver_that_does_not_tell_its_memory_refuses_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quantlab.core.hardware.cuda_device", lambda: True)
+    monkeypatch.setattr("quantlab.core.hardware.torch_cuda", lambda: "13.0")
+    monkeypatch.setattr("quantlab.core.hardware._output", lambda *command: "[N/A]\n")
+    assert plan(read_folder(folder), spec_of(folder, method="rtn", group_size=32)).device == "cuda"
+
+
+@pytest.mark.parametrize(("visible", "asked"), [(None, "0"), ("2,0", "2"), ("GPU-7f", "GPU-7f")])
+def test_the_memory_asked_for_is_that_of_the_device_that_torch_takes(
+    monkeypatch: pytest.MonkeyPatch, visible: str | None, asked: str
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.setattr(hardware, "_output", lambda *command: "90000\n" if f"--id={asked}" in command else "1\n2\n")
+    assert hardware.nvidia_free_bytes() == 90000 * 2**20
+
+
+def test_optimum_keeps_the_same_modules_in_all_layers(folder: Path) -> None:
+    options: dict[str, Any] = {"method": "gptq", "group_size": 32, "engine": "optimum"}
+    plan(read_folder(folder), spec_of(folder, skip=["k_proj"], **options))
+    with pytest.raises(UsageError, match="same modules in all layers"):
+        plan(read_folder(folder), spec_of(folder, skip=[r"layers\.0\..*k_proj"], **options))
+
+
+def test_static_fp8_needs_what_gptq_needs(folder: Path) -> None:
+    source = read_folder(folder)
+    static, dynamic = (plan(source, spec_of(folder, method="fp8", scheme=s)).prediction for s in ("static", "dynamic"))
+    # Hidden states of 128 samples before and after a layer, and two Hessians of 6 modules of 64 columns and one of 96.
+    more = 2 * 128 * 512 * 64 * 4 + 2 * 4 * (6 * 64**2 + 96**2)
+    # Less a little: what dynamic scales need most memory for is the check.
+    assert more > static.peak_process_bytes - dynamic.peak_process_bytes > 0.9 * more
+    assert static.quantize_s > 3 * (6 * 64 + 96) * 1e-4 > dynamic.quantize_s
 
 
 def test_a_torch_without_cuda_takes_the_cpu_beside_a_gpu(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -85,6 +85,8 @@ def test_static_fp8_looks_at_text() -> None:
         ("fp8", {"engine": "gptqmodel"}, "does not do"),
         ("awq", {"engine": "autoawq", "sym": True}, "zero points"),
         ("awq", {"engine": "autoawq", "group_size": -1}, "groups"),
+        ("gptq", {"engine": "optimum", "sym": False}, "gptq_v2"),
+        ("gptq", {"engine": "llmcompressor", "desc_act": True}, "no `--desc-act`"),
         ("gptq", {"dtype": "float8"}, "dtype"),
         ("gptq", {"device": "tpu"}, "tpu"),
         ("gptq", {"out": "x.gguf"}, "folder"),

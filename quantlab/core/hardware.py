@@ -85,9 +85,10 @@ def nvidia_capability() -> float | None:
 
 
 def nvidia_free_bytes() -> int | None:
-    """Memory that is free on the NVIDIA device that has least of it, or None without one."""
-    free = _output("nvidia-smi", "--query-gpu=memory.free", "--format=csv,noheader,nounits").split()
-    return min(int(mebibytes) for mebibytes in free) * 2**20 if free and all(map(str.isdigit, free)) else None
+    """Memory that is free on the NVIDIA device that torch takes first, or None where its driver does not say."""
+    first = os.environ.get("CUDA_VISIBLE_DEVICES", "").partition(",")[0].strip() or "0"
+    free = _output("nvidia-smi", f"--id={first}", "--query-gpu=memory.free", "--format=csv,noheader,nounits").strip()
+    return int(free) * 2**20 if free.isdigit() else None
 
 
 def torch_cuda() -> str | None:

@@ -68,6 +68,11 @@ def plan(source: TorchSource, spec: QuantizeSpec) -> Plan:
     quantized = [linear for linear in every if linear.module not in skipped]
     if not quantized:
         raise UsageError("`--skip` matches every Linear layer: nothing is left to quantize", "give a narrower pattern")
+    if spec.engine == "optimum" and not _alike(quantized):
+        raise UsageError(
+            "optimum quantizes the same modules in all layers, and `--skip` keeps some in one layer and not in another",
+            "use `--engine gptqmodel`, or a `--skip` that fits all layers",
+        )
     if wrong := misfits(quantized, spec):
         raise _does_not_fit(wrong, quantized, spec)
     device, dtype = _device(spec), _dtype(spec, source)
@@ -87,6 +92,17 @@ def plan(source: TorchSource, spec: QuantizeSpec) -> Plan:
         prediction=msgspec.structs.replace(prediction, warnings=said),
         warnings=warnings,
     )
+
+
+def _alike(modules: Iterable[Linear]) -> bool:
+    """Whether these are the same modules in every layer."""
+    layers: dict[str, set[str]] = {}
+    for linear in modules:
+        number = LAYER.search(linear.module)
+        assert number is not None
+        layers.setdefault(number[0], set()).add(linear.module[number.end() :])
+    first, *others = layers.values()
+    return all(other == first for other in others)
 
 
 def linears(source: TorchSource) -> list[Linear]:
@@ -176,8 +192,9 @@ def _length_notices(source: TorchSource, spec: QuantizeSpec) -> list[Notice]:
 def _check_memory(prediction: Prediction) -> None:
     """Raise where the process or the device lacks room now, with both numbers."""
     free = {"memory": psutil.virtual_memory().available}
-    if prediction.peak_device_bytes:
-        free["device memory"] = hardware.nvidia_free_bytes() or 0
+    on_device = hardware.nvidia_free_bytes()
+    if prediction.peak_device_bytes and on_device is not None:
+        free["device memory"] = on_device
     need = {"memory": prediction.peak_process_bytes, "device memory": prediction.peak_device_bytes}
     for kind, free_bytes in free.items():
         if need[kind] > free_bytes:

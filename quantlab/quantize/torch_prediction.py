@@ -1,12 +1,13 @@
 """Size, memory and time of a torch quantization before it runs, from shapes and this machine's speed.
 
 - Size: the codes, scales, zero points and indices of the format, and 16 bits for every other weight.
-- Memory of the engine's process: the libraries, the files as they are read, the model as the engine computes it, what
-  was packed, the inputs and outputs of one layer for all samples (2 x samples x length x hidden size), two Hessians
-  (in_features^2 of float32) for each module of a layer, or with gptqmodel's awq what goes into each module of a layer
-  for all samples, three times, and logits of the check's text.
-- Memory of the device: the whole model with llmcompressor and autoawq, the widest layer twice and the embedding with
-  the others; samples and Hessians on top.
+- Memory: that of the engine or of the check, which is larger. The engine's process holds the libraries, the files as
+  they are read, the model as the engine computes it, what was packed, the inputs and outputs of one layer for all
+  samples (2 x samples x length x hidden size), and two Hessians (in_features^2 of float32) for each module of a layer,
+  or with gptqmodel's awq what goes into each module of a layer for all samples, three times; the check's a model and
+  logits of its windows.
+- Memory of the device: the whole model with llmcompressor and autoawq and in the check, the widest layer twice and the
+  embedding with the others; samples and Hessians on top.
 - Time on a CPU: the engine's own call. A pass is 2 x weights x tokens operations; gptq takes 2 and a Hessian
   (2 x tokens x in_features^2 for each module), 3 products of in_features^3 for its inverse, and goes through the
   columns one by one; awq takes 2 and tries 21 scales, each a pass over the searched tokens of what the scales touch,
@@ -36,18 +37,18 @@ LAYER = re.compile(r"(?<=\.)\d+(?=\.)")
 _LIBRARIES_BYTES = 650_000_000
 # As many samples as `calib_samples` None takes at most.
 _MOST_SAMPLES = 128
-_PROBE_TOKENS = 128
+# A window of the check's text, whose logits it holds three times.
+_CHECK_TOKENS = 512
 _PASSES = {"gptq": 2.0, "awq": 2.0, "int8": 3.0, "fp8": 1.0}
-_SOLVES = ("gptq", "int8")
 _SOLVE_PRODUCTS = 3
-# Scales that awq tries, the weights that a trial passes (o_proj and down_proj are tried twice), and the tokens that
-# gptqmodel's search is given (engines/gptqmodel_awq.py); the others take all.
-_TRIALS, _TRIED_WEIGHTS, _SEARCH_TOKENS = 21, 1.35, 4096
+# Scales that awq tries, the weights that a trial passes (o_proj and down_proj are tried twice), and the tokens that an
+# engine's search is given at most (engines/gptqmodel_awq.py, llmcompressor_recipe.py; autoawq takes all).
+_TRIALS, _TRIED_WEIGHTS, _SEARCH_TOKENS = 21, 1.35, {"gptqmodel": 4096, "llmcompressor": 2048}
 # What gptqmodel's awq holds of the inputs of a layer's modules: each batch, all joined, and a copy to reduce.
 _AWQ_INPUTS = 3
 # Seconds a weight and a column beside the products (two AVX-512 cores, gptqmodel 7.6): ranges are searched again and
 # again over the weights, which is bound by memory, and GPTQ takes a dozen small calls a column.
-_ROUND_S, _SEARCH_S = 6e-9, {"gptq": 4e-7, "int8": 4e-8, "awq": 9e-7}
+_ROUND_S, _SEARCH_S = 6e-9, {"gptq": 4e-7, "awq": 9e-7}
 _COLUMN_S = 3e-4
 _PROBE_SIZE, _PROBE_REPEATS = 768, 12
 
@@ -83,7 +84,7 @@ def predict(source: TorchSource, quantized: list[Linear], spec: QuantizeSpec, *,
             stored_kind(spec): TensorType(len(quantized), weights),
             _plain_kind(source, spec): TensorType(len(others) - len(quantized), plain),
         },
-        peak_process_bytes=_process_bytes(source, quantized, spec, width) + packed,
+        peak_process_bytes=max(_process_bytes(source, quantized, spec, width) + packed, _check_bytes(source, device)),
         peak_device_bytes=_device_bytes(source, quantized, spec, width) if device == "cuda" else 0,
         quantize_s=_seconds(quantized, spec) if device == "cpu" else None,
         warnings=_warnings(spec),
@@ -134,7 +135,7 @@ def _tokens(spec: QuantizeSpec) -> int:
 def _samples_bytes(source: TorchSource, quantized: list[Linear], spec: QuantizeSpec, width: int) -> int:
     """Inputs and outputs of a layer for all samples, and what the method keeps of its modules."""
     inout = 2 * _tokens(spec) * int(source.config.get("hidden_size") or 0) * width
-    if spec.method in _SOLVES:
+    if _solves(spec):
         return inout + 2 * 4 * max(_by_layer(quantized, lambda linear: linear.in_features**2), default=0)
     if spec.method == "awq" and spec.engine == "gptqmodel":
         widest = max(_by_layer(quantized, lambda linear: linear.in_features), default=0)
@@ -142,10 +143,20 @@ def _samples_bytes(source: TorchSource, quantized: list[Linear], spec: QuantizeS
     return inout
 
 
+def _solves(spec: QuantizeSpec) -> bool:
+    """Whether GPTQ makes the codes; also those of fp8 with static scales, whose text is there anyway."""
+    return spec.method in ("gptq", "int8") or spec.scheme == "static"
+
+
 def _process_bytes(source: TorchSource, quantized: list[Linear], spec: QuantizeSpec, width: int) -> int:
-    logits = 3 * 4 * _PROBE_TOKENS * int(source.config.get("vocab_size") or 0)
-    files = 2 * source.params
-    return _LIBRARIES_BYTES + files + source.params * width + _samples_bytes(source, quantized, spec, width) + logits
+    model = source.stored_bytes + source.params * width
+    return _LIBRARIES_BYTES + model + _samples_bytes(source, quantized, spec, width)
+
+
+def _check_bytes(source: TorchSource, device: str) -> int:
+    logits = 3 * 4 * _CHECK_TOKENS * int(source.config.get("vocab_size") or 0)
+    model = source.stored_bytes + (4 * source.params if device == "cpu" else 0)
+    return _LIBRARIES_BYTES + model + logits
 
 
 def _device_bytes(source: TorchSource, quantized: list[Linear], spec: QuantizeSpec, width: int) -> int:
@@ -153,7 +164,8 @@ def _device_bytes(source: TorchSource, quantized: list[Linear], spec: QuantizeSp
     if spec.engine in ("gptqmodel", "optimum"):
         widest = max(_by_layer(quantized, lambda linear: linear.params), default=0)
         held = source.params - sum(linear.params for linear in quantized) + 2 * widest
-    return held * width + _samples_bytes(source, quantized, spec, width)
+    logits = 3 * 4 * _CHECK_TOKENS * int(source.config.get("vocab_size") or 0)
+    return max(held * width + _samples_bytes(source, quantized, spec, width), 2 * source.params + logits)
 
 
 def _by_layer(quantized: list[Linear], size: Callable[[Linear], int]) -> Iterable[int]:
@@ -171,12 +183,12 @@ def _seconds(quantized: list[Linear], spec: QuantizeSpec) -> float:
     if not tokens:
         return found
     operations = _PASSES[spec.method] * 2 * weights * tokens
-    if spec.method in _SOLVES:
+    if _solves(spec):
         columns, squares, cubes = (sum(linear.in_features**power for linear in quantized) for power in (1, 2, 3))
         operations += 2 * tokens * squares + 2 * _SOLVE_PRODUCTS * cubes
         found += columns * _COLUMN_S
     if spec.method == "awq":
-        searched = min(tokens, _SEARCH_TOKENS) if spec.engine == "gptqmodel" else tokens
+        searched = min(tokens, _SEARCH_TOKENS.get(str(spec.engine), tokens))
         operations += _TRIALS * _TRIED_WEIGHTS * 2 * weights * searched
     return found + weights * _SEARCH_S.get(spec.method, 0) + operations / _operations_per_s()
 

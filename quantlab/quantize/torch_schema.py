@@ -86,7 +86,7 @@ def find_fault(artifact: Path, parent: Path, asked: Weights | None) -> str | Non
     """What config.json or a tensor's shape says that is not so, or None."""
     try:
         found = stored(artifact, parent)
-        faults = [_settings(found, asked), _names(found, tied=bool(text_config(parent).get("tie_word_embeddings")))]
+        faults = [_settings(found, asked), _names(found, text_config(parent).get("tie_word_embeddings"))]
         return next(filter(None, [*faults, _claims(found), _shapes(found), leak(artifact, parent)]), None)
     except QuantlabError as error:
         return error.message
@@ -144,8 +144,11 @@ def _spoken(weights: Weights | None) -> str:
     return f"{weights.bits} bits, group {weights.group_size}, {'symmetric' if weights.sym else 'with zero points'}"
 
 
-def _names(found: Stored, *, tied: bool) -> str | None:
-    """Whether the tensors are those of the parent, with codes for the weights of quantized modules."""
+def _names(found: Stored, tied: Any) -> str | None:
+    """Whether the tensors are those of the parent, with codes for the weights of quantized modules.
+
+    `tied` is what config.json says of the head; where it is silent, transformers knows, and will miss a head it needs.
+    """
     if not found.quantized:
         return "it holds no quantized module"
     packed = {f"{module}.{leaf}" for module in found.quantized for leaf in found.leaves(module)}
@@ -158,7 +161,7 @@ def _names(found: Stored, *, tied: bool) -> str | None:
         return f"it holds `{extra[0]}`, which its parent does not have"
     lost = sorted(before - found.tensors.keys() - codes)
     # A parent may hold its tied head twice.
-    if lost := [name for name in lost if not (tied and name.endswith("lm_head.weight"))]:
+    if lost := [name for name in lost if tied is False or not name.endswith("lm_head.weight")]:
         return f"it lost `{lost[0]}`"
     return None
 
@@ -272,8 +275,10 @@ def leak(artifact: Path, parent: Path) -> str | None:
         known = original.read_text(encoding="utf-8") if original.is_file() else ""
         if found := next((path for path in _PATH.findall(text) if path not in known), None):
             return f"its {file.name} holds the path `{found}`"
-        if file.suffix == ".json" and any(len(s) > _LONGEST_STRING for s in _strings(read_json(file))):
-            return f"its {file.name} holds a text of more than {_LONGEST_STRING} characters"
+        if file.suffix == ".json":
+            own = set(_strings(read_json(original))) if known else set()
+            if any(len(s) > _LONGEST_STRING and s not in own for s in _strings(read_json(file))):
+                return f"its {file.name} holds a text of more than {_LONGEST_STRING} characters"
     config = quantization(artifact) or {}
     if isinstance(config.get("dataset"), list):
         return "its config.json holds the calibration text"

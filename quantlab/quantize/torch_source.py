@@ -35,13 +35,14 @@ _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_exp
 class TorchSource(msgspec.Struct, frozen=True):
     """`folder` is what engines read: for a GGUF it exists from `prepare` on. `config` is that of the language model.
 
-    `shapes` of all tensors by name; `gguf` is the file that the folder is restored from; `notices` what must be said;
+    `shapes` of all tensors by name, `stored_bytes` their size in the folder; `gguf` is the file that the folder is restored from; `notices` what must be said;
     `note` what a reader must know of the weights' history.
     """
 
     folder: Path
     config: dict[str, Any]
     shapes: dict[str, tuple[int, ...]]
+    stored_bytes: int
     gguf: Path | None = None
     notices: list[Notice] = []
     note: str | None = None
@@ -103,7 +104,8 @@ def read_folder(folder: Path) -> TorchSource:
             f"{len(odd)} matrices of `{folder.name}` are no plain weights (`{name}` is {dtype})",
             "give the original model in 16 or 32 bits",
         )
-    return TorchSource(folder, text, {name: tuple(entry["shape"]) for name, entry in entries.items()})
+    stored = sum(end - begin for begin, end in (entry["data_offsets"] for entry in entries.values()))
+    return TorchSource(folder, text, {name: tuple(entry["shape"]) for name, entry in entries.items()}, stored)
 
 
 def _check_kind(folder: Path, config: dict[str, Any], text: dict[str, Any]) -> None:
@@ -177,7 +179,9 @@ def _gguf(spec: QuantizeSpec, path: Path) -> TorchSource:
     ]
     history = [f"weights dequantized from {' and '.join(quantized)} ({path.name})"] if quantized else []
     note = "; ".join([*([spec.model.note] if spec.model.note else []), *history])
-    return TorchSource(folder, config, shapes, path, notices if quantized else [], note or None)
+    # It is restored in 16 bits.
+    stored = 2 * sum(math.prod(shape) for shape in shapes.values())
+    return TorchSource(folder, config, shapes, stored, path, notices if quantized else [], note or None)
 
 
 def _check_numbers(folder: Path, progress: Progress) -> None:

@@ -31,9 +31,21 @@ def check_torch_spec(spec: QuantizeSpec) -> QuantizeSpec:
     if not calibrates(spec):
         refuse_options(spec, ("calib", "calib_samples", "calib_length"), ": it needs no calibration")
     spec = msgspec.structs.replace(spec, engine=choose(spec.method, spec.engine).name)
+    _refuse_of_engine(spec)
+    return spec
+
+
+def _refuse_of_engine(spec: QuantizeSpec) -> None:
+    """Raise UsageError for what the method has and this engine of it has not."""
     if spec.engine == "autoawq" and (spec.sym or spec.group_size == -1):
         raise UsageError("`autoawq` writes zero points in groups, nothing else", "leave out `--sym`, or its `--engine`")
-    return spec
+    if spec.engine == "optimum" and not spec.sym:
+        raise UsageError(
+            "`optimum` writes zero points as gptq_v2, which vLLM reads as the classic format",
+            "leave out `--no-sym`, or use `--engine gptqmodel`",
+        )
+    if spec.engine == "llmcompressor" and spec.desc_act:
+        raise UsageError("`llmcompressor` has no `--desc-act`", "leave it out, or use `--engine gptqmodel`")
 
 
 def calibrates(spec: QuantizeSpec) -> bool:

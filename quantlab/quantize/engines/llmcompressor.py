@@ -10,7 +10,7 @@ import msgspec
 
 from quantlab.core import hardware
 from quantlab.core.artifact import read_json
-from quantlab.core.errors import QuantlabError, UsageError, missing_extra
+from quantlab.core.errors import QuantlabError, missing_extra
 from quantlab.core.result import Notice
 from quantlab.quantize import calibration
 from quantlab.quantize.engines.companions import copy_companions, write_config
@@ -22,8 +22,6 @@ from quantlab.runtime.worker import Channel
 def work(spec: Any, channel: Channel) -> EngineDone:
     """Quantize one folder; writes the artifact and its probe."""
     job = msgspec.convert(spec, EngineJob)
-    if job.desc_act:
-        raise UsageError("llmcompressor has no `--desc-act`", "leave it out, or use `--engine gptqmodel`")
     set_environment(job.device, LLM_COMPRESSOR_LOG_LEVEL="ERROR")
     try:
         import llmcompressor  # noqa: F401
@@ -113,6 +111,9 @@ def _notices(job: EngineJob, steps: list[list[Any]], windows: Any) -> list[Notic
     if windows is not None and job.method != "awq" and not windows.mask.all():
         what = f"llmcompressor's {job.method} counts every token of the conversations, not the answers alone"
         notices.append(Notice("calibration-mask", what))
+    if job.method == "int8" and len(steps) == 1:
+        what = "llmcompressor has no SmoothQuant for this architecture: activations are rounded to 8 bits as they are"
+        notices.append(Notice("not-smoothed", what, "measure it with `quantlab ppl`, or use `--method fp8`"))
     modifiers = [modifier for step in steps for modifier in step]
     rounded = [name for modifier in modifiers for name in getattr(modifier, "_rtn_fallback_module_names", [])]
     if rounded:

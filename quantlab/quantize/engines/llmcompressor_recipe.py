@@ -19,8 +19,9 @@ from quantlab.core.errors import QuantlabError
 from quantlab.quantize.torch_work import EngineJob
 
 _FP8_PRESETS = {"dynamic": "FP8_DYNAMIC", "static": "FP8", "block": "FP8_BLOCK"}
-# Between activations (1) and weights (0): GPTQ repairs the weights afterwards, nothing repairs the activations.
-_SMOOTHING = 0.8
+# Between activations (1) and weights (0). Nothing repairs the activations, so the norms give much; `down_proj` gives
+# less: on the demo model rounded weights after 0.8 there double the divergence (0.024 against 0.011).
+_SMOOTHING, _DOWN_SMOOTHING = 0.8, 0.5
 # One of 20 exponents is chosen: this many tokens tell which. All tokens make up the mean activation of the channels.
 _SEARCH_TOKENS = 2048
 _INPUT_NORM = (["re:.*q_proj$", "re:.*k_proj$", "re:.*v_proj$"], "re:.*input_layernorm$")
@@ -36,7 +37,7 @@ def recipes(job: EngineJob, model: Any) -> list[list[Any]]:
     config: dict[str, Any] = {"config_groups": {"group_0": _scheme(job)}, "ignore": sorted({*job.keep, *names})}
     if job.method == "int8":
         mappings = _smoothed(model)
-        smooth = [[Smooth(mappings=mappings, smoothing_strength=_SMOOTHING)]] if mappings else []
+        smooth = [[Smooth(mappings=mappings)]] if mappings else []
         return [*smooth, [GPTQModifier(**config)]]
     if job.method == "gptq" or job.scheme == "static":
         return [[GPTQModifier(**config)]]
@@ -85,6 +86,11 @@ class Smooth(SmoothQuantModifier):
     def _setup_scale_hooks(self) -> None:
         for mapping in self.resolved_mappings_:
             self.register_hook(mapping.balance_layers[0], self._range_of(mapping.smooth_name), "forward_pre")
+
+    def _calculate_smoothing_scales(self, balance_layers: list[Any], activation_scales: Any) -> Any:
+        source = next(m.smooth_layer for m in self.resolved_mappings_ if m.balance_layers[0] is balance_layers[0])
+        self.smoothing_strength = _DOWN_SMOOTHING if source.weight.ndim == 2 else _SMOOTHING
+        return super()._calculate_smoothing_scales(balance_layers, activation_scales)
 
     def _range_of(self, name: str) -> Any:
         def hook(module: Any, args: tuple[Any, ...]) -> None:
