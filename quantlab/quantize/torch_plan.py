@@ -14,6 +14,7 @@ import psutil
 from quantlab.core import hardware
 from quantlab.core.errors import QuantlabError, UsageError
 from quantlab.core.result import Notice
+from quantlab.quantize import torch_vllm
 from quantlab.quantize.engines import ENGINES
 from quantlab.quantize.engines.environment import state
 from quantlab.quantize.spec import Prediction, QuantizeSpec
@@ -21,12 +22,9 @@ from quantlab.quantize.tensors import matching
 from quantlab.quantize.torch_prediction import LAYER, Linear, predict
 from quantlab.quantize.torch_source import TorchSource
 from quantlab.quantize.torch_spec import GROUP_SIZES, calibrates
+from quantlab.quantize.torch_vllm import FP8_BLOCK, FUSED
 
-_FP8_BLOCK = 128
 _NAMES_SHOWN = 2
-# What vLLM computes as one matrix, and the smallest tile (in_features, out_features) of its Marlin kernel.
-_FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-_MARLIN_IN, _MARLIN_OUT = 128, 64
 
 
 class Plan(msgspec.Struct, frozen=True):
@@ -131,7 +129,7 @@ def misfits(modules: Iterable[Linear], spec: QuantizeSpec) -> list[Misfit]:
 def _divisors(spec: QuantizeSpec) -> list[tuple[str, int, str]]:
     """(what, divisor, dimension) that a checked spec asks of every module."""
     if spec.scheme == "block":
-        return [("the fp8 block", _FP8_BLOCK, "in_features"), ("the fp8 block", _FP8_BLOCK, "out_features")]
+        return [("the fp8 block", FP8_BLOCK, "in_features"), ("the fp8 block", FP8_BLOCK, "out_features")]
     found = []
     if spec.group_size is not None and spec.group_size > 0:
         found.append(("`group_size`", spec.group_size, "in_features"))
@@ -158,7 +156,7 @@ def _does_not_fit(wrong: list[Misfit], modules: list[Linear], spec: QuantizeSpec
         others = f" (or {', '.join(map(str, sizes[1:]))})" if sizes[1:] else ""
         hints.append(f"use `--group-size {sizes[0]}`{others}")
     ends = {misfit.module.rpartition(".")[2] for misfit in wrong}
-    fused = {part for parts in _FUSED if set(parts) & set(ends) for part in parts}
+    fused = {part for parts in FUSED if set(parts) & set(ends) for part in parts}
     names = sorted({*ends, *(fused & _last_names(modules))})
     pattern = rf"\.{names[0]}$" if len(names) == 1 else rf"\.({'|'.join(names)})$"
     if not all(re.search(pattern, module.module) for module in modules):
@@ -207,34 +205,12 @@ def _check_memory(prediction: Prediction) -> None:
 
 def _vllm_notices(every: list[Linear], quantized: list[Linear], spec: QuantizeSpec) -> list[Notice]:
     """What transformers takes and vLLM does not, or not fast."""
-    notices, names = [], {linear.module for linear in quantized}
-    by_parent: dict[str, set[str]] = {}
-    for linear in every:
-        parent, _, name = linear.module.rpartition(".")
-        by_parent.setdefault(parent, set()).add(name)
-    for parent, parts in ((parent, there & set(fused)) for parent, there in by_parent.items() for fused in _FUSED):
-        if len({f"{parent}.{part}" in names for part in parts}) > 1:
-            notices.append(
-                Notice(
-                    "fused-split",
-                    f"vLLM computes {', '.join(sorted(parts))} of `{parent}` as one; only some of them are quantized",
-                    "skip all of them or none where vLLM shall load the artifact",
-                )
-            )
-            break
-    outside = [linear for linear in quantized if linear.in_features % _MARLIN_IN or linear.out_features % _MARLIN_OUT]
-    if outside and spec.bits is not None and spec.method != "int8":
-        first = outside[0]
-        notices.append(
-            Notice(
-                "marlin-tiles",
-                f"{len(outside)} of {len(quantized)} modules do not fill the tiles of vLLM's Marlin kernel "
-                f"({_MARLIN_IN} x {_MARLIN_OUT}; first `{first.module}`, {first.in_features} x {first.out_features}): "
-                "slower kernels compute them, or none",
-                "nothing to do for transformers and quality",
-            )
-        )
-    return notices
+    shapes = {linear.module: (linear.out_features, linear.in_features) for linear in every}
+    names = dict.fromkeys(linear.module for linear in quantized)
+    hint = "skip all of them or none where vLLM shall load the artifact"
+    notices = [Notice("fused-split", said, hint)] if (said := torch_vllm.split(shapes, names)) else []
+    weights_only = spec.bits is not None and spec.method != "int8"
+    return [*notices, *(torch_vllm.tiles(shapes, names) if weights_only else [])]
 
 
 def _named(names: list[str]) -> str:

@@ -19,25 +19,54 @@ run here: it needs an environment of its own, and mostly a GPU.
 from __future__ import annotations
 
 import re
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from quantlab.core.result import Notice
 from quantlab.quantize.torch_schema import Stored, matches, weights_of
 
+# (out_features, in_features) of Linear modules by their names.
+Shapes = Mapping[str, tuple[int, int]]
+
 # What vLLM computes as one matrix, by its parts (packed_modules_mapping of its models).
-_FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 _GROUPS = (-1, 32, 64, 128)
 _MARLIN_IN, _MARLIN_OUT = 128, 64
-_FP8_BLOCK = 128
+FP8_BLOCK = 128
 
 
 def notices(found: Stored) -> list[Notice]:
-    """`vllm-refuses` for each reason, empty where vLLM loads it."""
-    reasons = [_excluded(found), _fused(found), _scheme(found)]
+    """`vllm-refuses` for each reason; where vLLM loads it `marlin-tiles`, if a slower kernel computes some of it."""
+    reasons = [_excluded(found), split(found.linears, found.quantized), _scheme(found)]
     if not reasons[-1]:
         reasons.append(_kernel(found))
     hint = "transformers loads it; for vLLM quantize again with other options"
-    return [Notice("vllm-refuses", reason, hint) for reason in reasons if reason]
+    refused = [Notice("vllm-refuses", reason, hint) for reason in reasons if reason]
+    weights_only = weights_of(found) is not None and not _quantizes_inputs(found)
+    return refused or (tiles(found.linears, found.quantized) if weights_only else [])
+
+
+def split(linears: Shapes, quantized: Collection[str]) -> str | None:
+    """The first module of vLLM's that would have codes in some of its parts only; what it says of it."""
+    for prefix, parts in _fused_modules(linears):
+        if len({f"{prefix}.{part}" in quantized for part in parts}) > 1:
+            return f"vLLM computes {', '.join(parts)} of `{prefix}` as one module, and only some of them are quantized"
+    return None
+
+
+def tiles(linears: Shapes, quantized: Collection[str]) -> list[Notice]:
+    """`marlin-tiles` where vLLM's fast kernel for weights of integers does not take all shapes."""
+    if not (outside := [module for module in quantized if not _fills_tiles(linears, module)]):
+        return []
+    rows, columns = _fused_rows(linears, outside[0]), linears[outside[0]][1]
+    return [
+        Notice(
+            "marlin-tiles",
+            f"{len(outside)} of {len(quantized)} modules do not fill the tiles of vLLM's Marlin kernel ({_MARLIN_IN} x "
+            f"{_MARLIN_OUT}; first `{outside[0]}`, {columns} x {rows}): slower kernels compute them, or none",
+            "nothing to do for transformers and quality",
+        )
+    ]
 
 
 def quantizes(found: Stored, module: str) -> bool:
@@ -57,28 +86,29 @@ def _excluded(found: Stored) -> str | None:
     return f"vLLM reads config.json otherwise than transformers for `{wrong[0]}`" if wrong else None
 
 
-def _fused(found: Stored) -> str | None:
-    for prefix, parts in _fused_modules(found):
-        if len({f"{prefix}.{part}" in found.quantized for part in parts}) > 1:
-            return f"vLLM computes {', '.join(parts)} of `{prefix}` as one module, and only some of them are quantized"
-    return None
-
-
-def _fused_modules(found: Stored) -> list[tuple[str, tuple[str, ...]]]:
-    prefixes = dict.fromkeys(module.rpartition(".")[0] for module in found.linears)
+def _fused_modules(linears: Shapes) -> list[tuple[str, tuple[str, ...]]]:
+    prefixes = dict.fromkeys(module.rpartition(".")[0] for module in linears)
     return [
         (prefix, parts)
         for prefix in prefixes
-        for parts in _FUSED
-        if all(f"{prefix}.{part}" in found.linears for part in parts)
+        for parts in FUSED
+        if all(f"{prefix}.{part}" in linears for part in parts)
     ]
 
 
-def _fused_rows(found: Stored, module: str) -> int:
+def _fused_rows(linears: Shapes, module: str) -> int:
     """The out_features of the module that vLLM makes of this one and those beside it."""
     prefix, _, part = module.rpartition(".")
-    parts = next((parts for parts in _FUSED if part in parts), (part,))
-    return sum(found.linears[name][0] for name in (f"{prefix}.{part}" for part in parts) if name in found.linears)
+    parts = next((parts for parts in FUSED if part in parts), (part,))
+    return sum(linears[name][0] for name in (f"{prefix}.{part}" for part in parts) if name in linears)
+
+
+def _fills_tiles(linears: Shapes, module: str) -> bool:
+    return not (linears[module][1] % _MARLIN_IN or _fused_rows(linears, module) % _MARLIN_OUT)
+
+
+def _quantizes_inputs(found: Stored) -> bool:
+    return found.method == "compressed-tensors" and bool(found.scheme.get("input_activations"))
 
 
 def _scheme(found: Stored) -> str | None:
@@ -113,17 +143,16 @@ def _kernel(found: Stored) -> str | None:
         return _blocks(found)
     if weights.group_size not in _GROUPS:
         return f"vLLM's kernels take groups of 32, 64, 128 or a whole row, not of {weights.group_size}"
-    quantized_inputs = found.method == "compressed-tensors" and found.scheme.get("input_activations")
     # Shapes of awq that Marlin does not take go to AutoAWQ's own kernels.
-    if found.method == "awq" or quantized_inputs:
+    if found.method == "awq" or _quantizes_inputs(found):
         return None
     half = all(kind != "BF16" for kind, _ in found.tensors.values())
     if half and weights.sym and weights.group_size > 0:
         return None
     why = "zero points" if not weights.sym else "whole rows" if half else "bfloat16"
     for module in found.quantized:
-        rows, columns = _fused_rows(found, module), found.linears[module][1]
-        if columns % _MARLIN_IN or rows % _MARLIN_OUT:
+        if not _fills_tiles(found.linears, module):
+            rows, columns = _fused_rows(found.linears, module), found.linears[module][1]
             return (
                 f"`{module}` ({rows} x {columns}) does not fit vLLM's Marlin kernel (out_features in steps of "
                 f"{_MARLIN_OUT}, in_features of {_MARLIN_IN}), and its other kernels do not take {why}; newer ones pad"
@@ -134,10 +163,10 @@ def _kernel(found: Stored) -> str | None:
 def _blocks(found: Stored) -> str | None:
     if found.scheme["weights"]["strategy"] != "block":
         return None
-    for prefix, parts in _fused_modules(found):
+    for prefix, parts in _fused_modules(found.linears):
         for part in parts:
-            if (module := f"{prefix}.{part}") in found.quantized and found.linears[module][0] % _FP8_BLOCK:
+            if (module := f"{prefix}.{part}") in found.quantized and found.linears[module][0] % FP8_BLOCK:
                 return (
-                    f"vLLM fuses {', '.join(parts)} of `{prefix}`, and {_FP8_BLOCK} does not divide their out_features"
+                    f"vLLM fuses {', '.join(parts)} of `{prefix}`, and {FP8_BLOCK} does not divide their out_features"
                 )
     return None
