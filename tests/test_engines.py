@@ -24,6 +24,7 @@ from quantlab.core.errors import QuantlabError, UsageError
 from quantlab.quantize.engines import DEFAULT_ENGINE, ENGINES, Engine, choose
 from quantlab.quantize.engines import environment as env
 from quantlab.quantize.spec import METHODS
+from quantlab.quantize.torch_child import failures_of
 from quantlab.runtime.worker import run_in_child
 from tests.test_process import assert_nothing_left
 
@@ -295,3 +296,18 @@ def test_the_table_is_printed_with_state_and_what_to_do(tmp_path: Path) -> None:
         )
         assert done.returncode == 2
         assert said in done.stderr
+
+
+def test_what_an_engine_raises_is_told_with_a_hint_and_memory_that_is_short_stays_what_it_is() -> None:
+    with pytest.raises(QuantlabError, match="gptqmodel: KeyError: 'q_zeros'") as told, failures_of("gptqmodel"):
+        raise KeyError("q_zeros")
+    assert "--engine" in told.value.hint
+    own = QuantlabError("known", "do this")
+    with pytest.raises(QuantlabError) as kept, failures_of("gptqmodel"):
+        raise own
+    assert kept.value is own
+    short = RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")
+    for error in (MemoryError(), short):
+        with pytest.raises(type(error)) as raised, failures_of("gptqmodel"):
+            raise error
+        assert raised.value is error

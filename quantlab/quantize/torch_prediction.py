@@ -121,8 +121,8 @@ def stored_bytes(linear: Linear, spec: QuantizeSpec) -> int:
 
 
 def _plain_kind(source: TorchSource, spec: QuantizeSpec) -> str:
-    stored = source.config.get("dtype") or source.config.get("torch_dtype")
-    return "BF16" if stored == "bfloat16" and spec.engine != "autoawq" else "F16"
+    stored = (source.config.get("dtype"), source.config.get("torch_dtype"))
+    return "BF16" if "bfloat16" in stored and spec.engine != "autoawq" else "F16"
 
 
 def _tokens(spec: QuantizeSpec) -> int:

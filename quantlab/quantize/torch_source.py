@@ -35,8 +35,8 @@ _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_exp
 class TorchSource(msgspec.Struct, frozen=True):
     """`folder` is what engines read: for a GGUF it exists from `prepare` on. `config` is that of the language model.
 
-    `shapes` of all tensors by name, `stored_bytes` their size in the folder; `gguf` is the file that the folder is restored from; `notices` what must be said;
-    `note` what a reader must know of the weights' history.
+    `shapes` of all tensors by name, `stored_bytes` their size in the folder; `gguf` is the file that the folder is
+    restored from; `notices` what must be said; `note` what a reader must know of the weights' history.
     """
 
     folder: Path

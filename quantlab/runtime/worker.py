@@ -1,7 +1,7 @@
 """A child process that does one piece of work: its crash is an error here, its peak memory is its own.
 
 The parent sends JSON lines on the child's stdin, the child answers on a private pipe; what libraries print goes to
-a log. A child whose parent is gone ends at once, with all that it started (runtime/process.py).
+a log. A child whose parent is gone ends at once, with what it started (runtime/process.py).
 """
 
 from __future__ import annotations
@@ -130,6 +130,9 @@ class Worker:
         """The child's next message or its result; progress is passed on, errors are raised."""
         assert self._process.stdout is not None
         for line in self._process.stdout:
+            if not line.endswith(b"\n"):
+                # It was killed in the middle of a message.
+                break
             message = msgspec.json.decode(line)
             kind, value = message["kind"], message["value"]
             if kind == "progress":
@@ -176,7 +179,7 @@ def child(call: str) -> None:
         usage = isinstance(error, UsageError)
         channel.send("error", {"message": error.message, "hint": error.hint, "usage": usage})
     except BaseException as error:
-        if _out_of_memory(error):
+        if out_of_memory(error):
             channel.send("error", {"message": f"out of memory: {error or call}", "hint": _MEMORY_HINT, "usage": False})
             os._exit(0)
         # Python's own way out would wait for the thread that holds stdin, and end in an abort over the traceback.
@@ -187,7 +190,7 @@ def child(call: str) -> None:
     os._exit(0)
 
 
-def _out_of_memory(error: BaseException) -> bool:
-    """Whether Python, or torch on a device or on the CPU, could not allocate."""
-    of_torch = type(error).__name__ == "OutOfMemoryError" or "can't allocate memory" in str(error)
+def out_of_memory(error: BaseException) -> bool:
+    """Whether Python, a library, or torch on a device or on the CPU, could not allocate."""
+    of_torch = type(error).__name__ == "OutOfMemoryError" or "t allocate memory" in str(error)
     return isinstance(error, MemoryError) or of_torch

@@ -16,7 +16,7 @@ from quantlab.core.artifact import read_json
 from quantlab.core.errors import QuantlabError, UsageError
 from quantlab.quantize import calibration
 from quantlab.quantize.engines.companions import copy_companions, write_config
-from quantlab.quantize.torch_child import set_environment
+from quantlab.quantize.torch_child import failures_of, set_environment
 from quantlab.quantize.torch_work import EngineDone, EngineJob
 from quantlab.runtime.worker import Channel
 
@@ -47,7 +47,7 @@ def work(spec: Any, channel: Channel) -> EngineDone:
     tokenizer = load_tokenizer(Path(job.folder))
     windows = calibration.of_tokenizer(job.calibration, tokenizer)
     calibrated = time.perf_counter()
-    try:
+    with failures_of("autoawq"):
         model = awq.AutoAWQForCausalLM.from_pretrained(
             job.folder,
             torch_dtype=getattr(torch, job.dtype),
@@ -57,8 +57,6 @@ def work(spec: Any, channel: Channel) -> EngineDone:
         )
         loaded = time.perf_counter()
         layers = _quantize(job, model, tokenizer, windows.windows.tolist(), channel)
-    except (RuntimeError, ValueError, TypeError, AssertionError, KeyError) as error:
-        raise QuantlabError(f"autoawq: {type(error).__name__}: {error}", _OTHER) from error
     quantized = time.perf_counter()
     # The format is float16: also what is not quantized.
     model.model.half()

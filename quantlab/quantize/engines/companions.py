@@ -27,6 +27,12 @@ def copy_companions(parent: Path, out: Path) -> None:
         shutil.copytree(parent / "additional_chat_templates", out / "additional_chat_templates", dirs_exist_ok=True)
 
 
+def stored_dtype(folder: Path) -> str:
+    """The 16-bit type of what is not quantized: the parent's own, float16 for a wider parent."""
+    config = read_json(folder / "config.json")
+    return "bfloat16" if "bfloat16" in (config.get("dtype"), config.get("torch_dtype")) else "float16"
+
+
 def write_config(parent: Path, out: Path, *, dtype: str, quantization: dict[str, Any] | None = None) -> None:
     """Write the parent's config.json with the type of what is not quantized, and `quantization` if given.
 

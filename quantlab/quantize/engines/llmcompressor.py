@@ -9,12 +9,11 @@ from typing import Any
 import msgspec
 
 from quantlab.core import hardware
-from quantlab.core.artifact import read_json
-from quantlab.core.errors import QuantlabError, missing_extra
+from quantlab.core.errors import missing_extra
 from quantlab.core.result import Notice
 from quantlab.quantize import calibration
-from quantlab.quantize.engines.companions import copy_companions, write_config
-from quantlab.quantize.torch_child import set_environment
+from quantlab.quantize.engines.companions import copy_companions, stored_dtype, write_config
+from quantlab.quantize.torch_child import failures_of, set_environment
 from quantlab.quantize.torch_work import EngineDone, EngineJob
 from quantlab.runtime.worker import Channel
 
@@ -30,13 +29,8 @@ def work(spec: Any, channel: Channel) -> EngineDone:
         raise missing_extra(error.name or "llmcompressor", "engines") from None
     torch.set_num_threads(job.threads)
     torch.manual_seed(job.seed)
-    try:
+    with failures_of("llmcompressor"):
         return _quantize(job, channel)
-    except (RuntimeError, ValueError, TypeError, AssertionError, KeyError) as error:
-        raise QuantlabError(
-            f"llmcompressor: {type(error).__name__}: {error}",
-            "try another `--engine`, or leave modules in 16 bits with `--skip`",
-        ) from error
 
 
 def _quantize(job: EngineJob, channel: Channel) -> EngineDone:
@@ -54,7 +48,7 @@ def _quantize(job: EngineJob, channel: Channel) -> EngineDone:
     loaded = time.perf_counter()
     steps, losses = recipes(job, model), _watch(channel, model)
     engine_s = _oneshot(model, tokenizer, steps, windows)
-    quantized, stored = time.perf_counter(), _stored_dtype(folder)
+    quantized, stored = time.perf_counter(), getattr(torch, stored_dtype(folder))
     _round_to(model, stored)
     write_probe(Path(job.probe), model, probe_ids(tokenizer))
     probed = time.perf_counter()
@@ -163,14 +157,6 @@ def _watch(channel: Channel, model: Any) -> dict[str, float]:
     CompressionLogger.set_results = logged
     channel.progress("quantize", 0, total)
     return losses
-
-
-def _stored_dtype(folder: Path) -> Any:
-    """The 16-bit type of an artifact: the parent's own, float16 for a wider parent."""
-    import torch
-
-    config = read_json(folder / "config.json")
-    return torch.bfloat16 if "bfloat16" in (config.get("dtype"), config.get("torch_dtype")) else torch.float16
 
 
 def _round_to(model: Any, dtype: Any) -> None:

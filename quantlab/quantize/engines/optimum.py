@@ -9,7 +9,6 @@ import time
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from quantlab.core.errors import QuantlabError
 from quantlab.quantize.calibration import Calibration
 from quantlab.quantize.engines.layer_types import give_own_inputs
 from quantlab.quantize.engines.packed import (
@@ -22,6 +21,7 @@ from quantlab.quantize.engines.packed import (
     note_used,
     run,
 )  # fmt: skip
+from quantlab.quantize.torch_child import failures_of
 from quantlab.quantize.torch_work import EngineDone, EngineJob
 from quantlab.runtime.worker import Channel
 
@@ -55,7 +55,7 @@ def _quantize(job: EngineJob, tokenizer: Any, windows: Calibration, channel: Cha
     )
     seen = _Seen(channel, done)
     seen.watch()
-    try:
+    with failures_of("optimum"):
         model = AutoModelForCausalLM.from_pretrained(
             job.folder,
             dtype=getattr(torch, job.dtype),
@@ -64,8 +64,6 @@ def _quantize(job: EngineJob, tokenizer: Any, windows: Calibration, channel: Cha
             local_files_only=True,
             trust_remote_code=False,
         )
-    except (RuntimeError, ValueError, AssertionError, NotImplementedError) as error:
-        raise QuantlabError(f"optimum: {type(error).__name__}: {error}") from error
     note_rounded(done, seen.rounded)
     note_used(done, seen.tokens, windows.windows.size)
     return Quantized(model, seen.dense, _config(job, model, seen))
@@ -82,11 +80,8 @@ def _sequence(job: EngineJob) -> list[list[str]] | None:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     names = names_in_layer(linears(model, job.keep))
-    if names is None:
-        raise QuantlabError(
-            "optimum keeps the same modules in all layers, not some in one layer and others in another",
-            "use `--engine gptqmodel`, or a `--skip` that fits all layers",
-        )
+    # Seen before the run (torch_plan.py).
+    assert names is not None
     return [[name] for name in names]
 
 
@@ -149,20 +144,16 @@ class _Seen:
 
 
 def _config(job: EngineJob, model: Any, seen: _Seen) -> dict[str, Any]:
-    """The quantization_config, and zero points as it says; optimum's own holds the calibration text."""
+    """The quantization_config, and zero points less one as it says; optimum's own holds the calibration text."""
     import gptqmodel
     from gptqmodel.utils.model import hf_convert_gptq_v2_to_v1_format
     from optimum.version import __version__
 
     made = seen.quantizer
-    # Only for symmetric weights: older loaders read asymmetric ones of the first format wrongly.
+    # It refuses weights with zero points of their own, which torch_spec.py does before the run.
     _, converted = hf_convert_gptq_v2_to_v1_format(
         model, made.sym, made.bits, made.quant_linear, made.format, made.meta
     )
-    return gptq_entry(
-        job,
-        list(seen.dense),
-        [f"optimum:{__version__}", f"gptqmodel:{gptqmodel.__version__}"],
-        damp_percent=made.damp_percent,
-        checkpoint_format="gptq" if converted else made.format,
-    )
+    assert converted
+    quantizer = [f"optimum:{__version__}", f"gptqmodel:{gptqmodel.__version__}"]
+    return gptq_entry(job, list(seen.dense), quantizer, damp_percent=made.damp_percent)
