@@ -15,6 +15,9 @@ from typing import Any
 import msgspec
 
 from quantlab.core.errors import QuantlabError
+from quantlab.core.files import sha256_file
+from quantlab.quantize import torch_state
+from quantlab.quantize.torch_state import Finished
 from quantlab.quantize.torch_work import Checked, CheckJob, EngineDone, EngineJob
 from quantlab.runtime.worker import Channel
 
@@ -26,9 +29,10 @@ def work(spec: Any, channel: Channel) -> EngineDone:
     job = msgspec.convert(spec, EngineJob)
     channel.progress("layer", 0, 1)
     length = job.calibration.length if job.calibration else 0
+    continued_after = _continue(Path(job.state)) if job.state is not None else 0
     for file in Path(job.folder).iterdir():
         shutil.copyfile(file, Path(job.out) / file.name)
-    if length == CRASHES:
+    if length == CRASHES or "KILLED" in os.environ:
         os.kill(os.getpid(), signal.SIGKILL)
     if length == FAILS:
         raise QuantlabError("the engine found a singular matrix", "more text")
@@ -41,7 +45,18 @@ def work(spec: Any, channel: Channel) -> EngineDone:
         layers=["a", "b"],
         losses={"a": 0.1},
         calibration={"samples": 1, "length_tokens": 2, "sha256": "c"},
+        continued_after=continued_after,
     )
+
+
+def _continue(state: Path) -> int:
+    """Finish one more layer of nine; returns how many were finished before."""
+    finished = torch_state.read(state) or Finished(0, 9, {}, "c", [])
+    name = f"layer-{finished.layers}"
+    (state / name).write_text("some weights")
+    files = finished.files | {name: sha256_file(state / name)}
+    torch_state.write(state, Finished(finished.layers + 1, 9, files, "c", []))
+    return finished.layers
 
 
 def check(spec: Any, channel: Channel) -> Checked:

@@ -190,6 +190,7 @@ GARBAGE: dict[str, tuple[str, Callable[[Path], Any], str]] = {
     "bias-lost": ("llama-gptq", drop("model.layers.0.self_attn.q_proj.bias"), "lost"),
     "zeros-lost": ("stories-awq", drop("model.layers.0.self_attn.q_proj.qzeros"), "lacks `qzeros`"),
     "vocabulary": ("stories-gptq", other_vocabulary, "another vocabulary"),
+    "tokenizer-cut": ("stories-gptq", lambda a: (a / "tokenizer.json").write_text("{"), "tokenizer does not load"),
     "bos-lost": ("stories-gptq", within("tokenizer.json", "post_processor", None), "other ids"),
     "template-lost": ("qwen2-gptq", without("tokenizer_config.json", "chat_template"), "lost"),
     "template-changed": ("qwen2-gptq", within("tokenizer_config.json", "chat_template", "{{ 1 }}"), "not its parent's"),

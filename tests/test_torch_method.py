@@ -137,8 +137,36 @@ def test_an_artifact_that_fails_its_check_is_kept_apart(folder: Path) -> None:
         assert "a.b.rejected" in caught.value.hint
         assert left(folder) == ["a.b.rejected"]
     rejected = folder.parent / "out" / "a.b.rejected"
-    assert "shuffled" in (rejected / "REJECTED.txt").read_text(encoding="utf-8")
+    assert "shuffled" in (rejected / "REASON.txt").read_text(encoding="utf-8")
     assert not (rejected / "quantlab.json").exists()
+
+
+def test_an_artifact_that_could_not_be_checked_is_kept_apart(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any, **__: Any) -> None:
+        raise QuantlabError("out of memory", "use less")
+
+    monkeypatch.setattr(torch_method, "_check", fails)
+    with pytest.raises(QuantlabError, match="could not be checked: out of memory") as caught:
+        run(folder)
+    assert left(folder) == ["a.b.unchecked"]
+    assert caught.value.hint == f"use less; it is kept as `{folder.parent / 'out' / 'a.b.unchecked'}`"
+    kept = folder.parent / "out" / "a.b.unchecked"
+    assert (kept / "REASON.txt").read_text(encoding="utf-8") == "out of memory\n"
+    assert (kept / "model.safetensors").is_file()
+
+
+def test_a_path_in_what_quantlab_itself_writes_is_found(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write = torch_method.facts.write_card
+
+    def careless(out: Path, made: Any) -> None:
+        write(out, made)
+        with (out / "README.md").open("a", encoding="utf-8") as card:
+            card.write("calibrated on /home/someone/notes.txt\n")
+
+    monkeypatch.setattr(torch_method.facts, "write_card", careless)
+    with pytest.raises(QuantlabError, match=r"its README.md holds the path `/home/someone/notes.txt`"):
+        run(folder)
+    assert left(folder) == ["a.b.rejected"]
 
 
 def test_a_rejected_artifact_replaces_its_like_and_nothing_else(folder: Path) -> None:
@@ -149,7 +177,7 @@ def test_a_rejected_artifact_replaces_its_like_and_nothing_else(folder: Path) ->
         run(folder, calib_length=fake_engine.GARBAGE)
     assert [file.name for file in precious.iterdir()] == ["thesis.txt"]
     assert f"a.b.rejected.{os.getpid()}" in caught.value.hint
-    assert (precious.with_name(f"a.b.rejected.{os.getpid()}") / "REJECTED.txt").is_file()
+    assert (precious.with_name(f"a.b.rejected.{os.getpid()}") / "REASON.txt").is_file()
 
 
 def test_the_check_runs_where_the_format_loads(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ from quantlab.core.statistics import mean_interval
 from quantlab.quantize import torch_schema, torch_vllm
 from quantlab.quantize.torch_child import set_environment
 from quantlab.quantize.torch_schema import Stored
-from quantlab.quantize.torch_work import Checked, CheckJob
+from quantlab.quantize.torch_work import CHECK_TOKENS, CHECK_WINDOW_TOKENS, Checked, CheckJob
 from quantlab.runtime.worker import Channel
 
 _ENVIRONMENT = {
@@ -31,9 +31,9 @@ _ENVIRONMENT = {
     # gptqmodel's kernels compile at the first forward: ten seconds and more for one text.
     "TORCHDYNAMO_DISABLE": "1",
 }
-# A text that nothing here is calibrated on, large enough that a verdict on calibration is not chance, and small beside
-# a calibration: three models compute it.
-_TEXT, _TOKENS, _WINDOW_TOKENS = "builtin_eval", 1024, 512
+# A text that nothing here is calibrated on: as much of it that a verdict on calibration is not chance, and little
+# beside a calibration, since three models compute it.
+_TEXT = "builtin_eval"
 # Neighbouring tokens err together: the means of such blocks are what may be treated as independent.
 _BLOCK_TOKENS = 64
 # Relative error of the logits against the engine's own, by what either computed in. Measured: sound artifacts 0 to 2e-6
@@ -88,9 +88,9 @@ def _windows(parent: Path, text: str) -> list[list[int]]:
     from quantlab.runtime.torch.vocabulary import load_tokenizer
 
     limit = text_config(parent).get("max_position_embeddings")
-    size = min(_WINDOW_TOKENS, limit) if isinstance(limit, int) else _WINDOW_TOKENS
+    size = min(CHECK_WINDOW_TOKENS, limit) if isinstance(limit, int) else CHECK_WINDOW_TOKENS
     tokenizer = load_tokenizer(parent)
-    ids = tokenizer.encode(text, add_special_tokens=False)[:_TOKENS]
+    ids = tokenizer.encode(text, add_special_tokens=False)[:CHECK_TOKENS]
     # Some models are lost in a text that does not begin with it.
     bos = [tokenizer.bos_token_id] if tokenizer.encode("a")[0] == tokenizer.bos_token_id else []
     return [[*bos, *ids[first : first + size - len(bos)]] for first in range(0, len(ids) - size + 1, size)]

@@ -124,12 +124,16 @@ def runtime(made: Made) -> RuntimeInfo:
 
 
 def measurements(made: Made, info: ModelInfo, duration_s: float) -> dict[str, Measurement]:
-    """The measurements of the contract: memory is the larger of the engine's and the check's process."""
+    """The measurements of the contract: memory is the larger of the engine's and the check's process.
+
+    A continued run has no duration: that of its rest goes by another name.
+    """
     done, checked = made.done, made.checked
     device = max(done.peak_device_bytes, checked.peak_device_bytes)
+    of_rest = "_of_rest" if done.continued_after else ""
     found = {
-        "duration": Measurement("s", "lower", [duration_s]),
-        "engine_duration": Measurement("s", "lower", [done.engine_s]),
+        f"duration{of_rest}": Measurement("s", "lower", [duration_s]),
+        f"engine_duration{of_rest}": Measurement("s", "lower", [done.engine_s]),
         "peak_process_bytes": Measurement("bytes", "lower", [max(done.peak_process_bytes, checked.peak_process_bytes)]),
         "peak_device_bytes": Measurement("bytes", "lower", [device]),
         "size_bytes": Measurement("bytes", "lower", [info.size_bytes]),
@@ -158,7 +162,23 @@ def details(made: Made) -> dict[str, Any]:
     }
     if done.calibration is not None:
         found["calibration"] = done.calibration
+    if done.continued_after:
+        found["continued_after_layers"] = done.continued_after
     return found
+
+
+def resume_notices(made: Made) -> list[Notice]:
+    """Say that a run continued another one: its times are not those of a quantization."""
+    if not made.done.continued_after:
+        return []
+    return [
+        Notice(
+            "continued",
+            f"continued after {made.done.continued_after} layers that an interrupted run had finished: "
+            "times and peak memory are those of the rest",
+            "for times to compare quantize again with `--force`",
+        )
+    ]
 
 
 def loss_notices(made: Made) -> list[Notice]:

@@ -13,8 +13,8 @@ import importlib.util
 import os
 import shutil
 import sys
-import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -23,11 +23,12 @@ from quantlab.core import hardware
 from quantlab.core.artifact import content_sha256, model_info, write_record
 from quantlab.core.corpus import Corpus
 from quantlab.core.errors import QuantlabError, UsageError
-from quantlab.core.files import check_space, write_text, written_folder
+from quantlab.core.files import check_space, partial_of, write_text, written_folder
 from quantlab.core.model import ModelFile, file_label
 from quantlab.core.progress import Progress
 from quantlab.core.result import Notice, Outcome
 from quantlab.quantize import torch_facts as facts
+from quantlab.quantize import torch_schema, torch_state
 from quantlab.quantize.calibration import load_parts
 from quantlab.quantize.chinese import language_notices, speaks_chinese
 from quantlab.quantize.engines import ENGINES, Engine
@@ -41,7 +42,8 @@ from quantlab.quantize.torch_work import Checked, CheckJob, EngineDone, EngineJo
 from quantlab.runtime.worker import run_in_child
 
 _CHECK = "quantlab.quantize.torch_check:work"
-_REASON = "REJECTED.txt"
+# What an artifact that failed its check, or could not be checked, has in it and behind its name.
+_REASON = "REASON.txt"
 # The package that transformers loads an engine's format with: the classic formats with gptqmodel.
 _LOADER = {"llmcompressor": "compressed_tensors"}
 _CLASSIC_LOADER = "gptqmodel"
@@ -62,17 +64,30 @@ def run(spec: QuantizeSpec, progress: Progress) -> Outcome:
         planned = plan(source, spec)
         check_space(out.parent, planned.disk_bytes)
         parts, notices = _calibration(spec, source) if calibrates(spec) else ([], [])
+        state = None
+        if engine.resumes:
+            wanted = _identity(spec, engine, planned, parts)
+            state = files.enter_context(torch_state.kept(out, wanted, replace=spec.force))
         prepare(source, progress)
         folder = files.enter_context(written_folder(out, replace=spec.force))
-        probe = Path(files.enter_context(tempfile.TemporaryDirectory())) / "probe.safetensors"
-        job = _job(spec, source, planned, parts, out=folder, probe=probe)
+        probe = files.enter_context(_scratch(out)) / "probe.safetensors"
+        job = _job(spec, source, planned, parts, out=folder, probe=probe, state=state)
         done = msgspec.convert(run_in_child(engine.call, msgspec.to_builtins(job), progress, python=python), EngineDone)
-        checked = _check(spec, source, progress, artifact=folder, probe=probe, python=checker)
-        if checked.fault:
-            raise _reject(folder, out, checked.fault)
+        try:
+            checked = _check(spec, source, progress, artifact=folder, probe=probe, python=checker)
+        except QuantlabError as error:
+            kept = _set_aside(folder, out, "unchecked", error.message)
+            message = f"the artifact could not be checked: {error.message}"
+            raise QuantlabError(message, f"{error.hint}; it is kept as `{kept}`".removeprefix("; ")) from error
         made = facts.Made(spec, engine, source, planned, done, checked)
-        facts.write_card(folder, made)
-        write_record(folder, facts.record(made, content_sha256(folder)))
+        if not checked.fault:
+            facts.write_card(folder, made)
+            write_record(folder, facts.record(made, content_sha256(folder)))
+            checked.fault = torch_schema.leak(folder, source.folder)
+        if checked.fault:
+            if state is not None:
+                torch_state.forget(state)
+            raise _reject(folder, out, checked.fault)
     model = ModelFile(
         str(out.resolve()), file_label(out), spec.out, content_sha256(out), spec.model.revision, source.note
     )
@@ -82,7 +97,14 @@ def run(spec: QuantizeSpec, progress: Progress) -> Outcome:
         model=info,
         runtime=facts.runtime(made),
         measurements=facts.measurements(made, info, time.perf_counter() - started),
-        warnings=[*notices, *planned.warnings, *done.notices, *checked.notices, *facts.loss_notices(made)],
+        warnings=[
+            *facts.resume_notices(made),
+            *notices,
+            *planned.warnings,
+            *done.notices,
+            *checked.notices,
+            *facts.loss_notices(made),
+        ],
         details=facts.details(made),
     )
 
@@ -98,9 +120,10 @@ def check(spec: QuantizeSpec) -> None:
     interpreter(engine)
     _checker(engine)
     source = read_source(spec)
-    plan(source, spec)
-    if calibrates(spec):
-        _calibration(spec, source)
+    planned = plan(source, spec)
+    parts, _ = _calibration(spec, source) if calibrates(spec) else ([], [])
+    if engine.resumes and not spec.force:
+        torch_state.check(Path(spec.out), _identity(spec, engine, planned, parts))
 
 
 def _check_output(spec: QuantizeSpec, out: Path) -> None:
@@ -136,8 +159,37 @@ def _calibration(spec: QuantizeSpec, source: TorchSource) -> tuple[list[tuple[Co
     return parts, [*notices, *(note for corpus, _ in parts for note in corpus.notes)]
 
 
+def _identity(
+    spec: QuantizeSpec, engine: Engine, planned: Plan, parts: list[tuple[Corpus, float]]
+) -> torch_state.Identity:
+    """What finished layers of this quantization belong to."""
+    settings = {
+        "method": spec.method,
+        **(msgspec.to_builtins(weights(spec)) or {}),
+        "scheme": spec.scheme,
+        "desc_act": spec.desc_act,
+        "layers_in_16_bits": planned.keep,
+        "device": planned.device,
+        "dtype": planned.dtype,
+    }
+    calibration = {
+        "texts": [[corpus.sha256, weight] for corpus, weight in parts],
+        "samples": spec.calib_samples,
+        "length": spec.calib_length,
+        "seed": spec.seed,
+    }
+    return torch_state.Identity(spec.model.sha256, calibration, settings, {"engine": engine.name, **engine.pins})
+
+
 def _job(
-    spec: QuantizeSpec, source: TorchSource, planned: Plan, parts: list[tuple[Corpus, float]], *, out: Path, probe: Path
+    spec: QuantizeSpec,
+    source: TorchSource,
+    planned: Plan,
+    parts: list[tuple[Corpus, float]],
+    *,
+    out: Path,
+    probe: Path,
+    state: Path | None,
 ) -> EngineJob:
     return EngineJob(
         method=spec.method,
@@ -153,6 +205,7 @@ def _job(
         scheme=spec.scheme,
         desc_act=spec.desc_act,
         calibration=Samples(parts, spec.calib_samples, spec.calib_length, spec.seed) if parts else None,
+        state=None if state is None else str(state),
     )
 
 
@@ -172,17 +225,33 @@ def _check(
     return msgspec.convert(run_in_child(_CHECK, msgspec.to_builtins(job), progress, python=python), Checked)
 
 
+@contextlib.contextmanager
+def _scratch(out: Path) -> Iterator[Path]:
+    """A folder for logits, beside `out`, where there is room for them; the next run removes a killed one's."""
+    folder = partial_of(out, "check")
+    try:
+        folder.mkdir()
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
 def _reject(folder: Path, out: Path, fault: str) -> QuantlabError:
-    """Keep an artifact that failed its check where nobody takes it for one, with the reason in it."""
-    write_text(folder / _REASON, fault + "\n")
-    rejected = out.with_name(out.name + ".rejected")
-    if (rejected / _REASON).is_file():
-        shutil.rmtree(rejected)
-    elif rejected.exists():
-        # Somebody else's.
-        rejected = out.with_name(f"{out.name}.rejected.{os.getpid()}")
-    folder.rename(rejected)
+    kept = _set_aside(folder, out, "rejected", fault)
     return QuantlabError(
         f"the artifact failed its check: {fault}",
-        f"it is kept as `{rejected}`; try another `--engine`, more calibration text, or check the model",
+        f"it is kept as `{kept}`; try another `--engine`, more calibration text, or check the model",
     )
+
+
+def _set_aside(folder: Path, out: Path, mark: str, reason: str) -> Path:
+    """Keep an artifact that did not pass its check where nobody takes it for one, with the reason in it."""
+    write_text(folder / _REASON, reason + "\n")
+    kept = out.with_name(f"{out.name}.{mark}")
+    if (kept / _REASON).is_file():
+        shutil.rmtree(kept)
+    elif kept.exists():
+        # Somebody else's.
+        kept = out.with_name(f"{out.name}.{mark}.{os.getpid()}")
+    folder.rename(kept)
+    return kept

@@ -19,7 +19,7 @@ from quantlab.quantize.engines import ENGINES
 from quantlab.quantize.engines.environment import state
 from quantlab.quantize.spec import Prediction, QuantizeSpec
 from quantlab.quantize.tensors import matching
-from quantlab.quantize.torch_prediction import LAYER, Linear, predict
+from quantlab.quantize.torch_prediction import LAYER, Linear, predict, scratch_bytes
 from quantlab.quantize.torch_source import TorchSource
 from quantlab.quantize.torch_spec import GROUP_SIZES, calibrates
 from quantlab.quantize.torch_vllm import FP8_BLOCK, FUSED
@@ -86,7 +86,7 @@ def plan(source: TorchSource, spec: QuantizeSpec) -> Plan:
         device=device,
         dtype=dtype,
         threads=threads,
-        disk_bytes=prediction.size_bytes,
+        disk_bytes=prediction.size_bytes + scratch_bytes(source, quantized, spec, dtype=dtype),
         prediction=msgspec.structs.replace(prediction, warnings=said),
         warnings=warnings,
     )

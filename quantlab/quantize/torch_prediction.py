@@ -28,8 +28,10 @@ import numpy as np
 
 from quantlab.core import hardware
 from quantlab.core.result import Notice, TensorType
+from quantlab.quantize.engines import ENGINES
 from quantlab.quantize.spec import Prediction, QuantizeSpec
 from quantlab.quantize.torch_source import TorchSource
+from quantlab.quantize.torch_work import CHECK_TOKENS, CHECK_WINDOW_TOKENS
 
 # Names in a layer hold its number; what stands outside of layers (embedding, head) stays in 16 bits.
 LAYER = re.compile(r"(?<=\.)\d+(?=\.)")
@@ -37,8 +39,6 @@ LAYER = re.compile(r"(?<=\.)\d+(?=\.)")
 _LIBRARIES_BYTES = 650_000_000
 # As many samples as `calib_samples` None takes at most.
 _MOST_SAMPLES = 128
-# A window of the check's text, whose logits it holds three times.
-_CHECK_TOKENS = 512
 _PASSES = {"gptq": 2.0, "awq": 2.0, "int8": 3.0, "fp8": 1.0}
 _SOLVE_PRODUCTS = 3
 # Scales that awq tries, the weights that a trial passes (o_proj and down_proj are tried twice), and the tokens that an
@@ -89,6 +89,15 @@ def predict(source: TorchSource, quantized: list[Linear], spec: QuantizeSpec, *,
         quantize_s=_seconds(quantized, spec) if device == "cpu" else None,
         warnings=_warnings(spec),
     )
+
+
+def scratch_bytes(source: TorchSource, quantized: list[Linear], spec: QuantizeSpec, *, dtype: str) -> int:
+    """Disk that a run needs beside the artifact: logits of the check, twice, and what an engine keeps to continue."""
+    logits = 2 * 4 * CHECK_TOKENS * int(source.config.get("vocab_size") or 0)
+    if not ENGINES[spec.engine or ""].resumes:
+        return logits
+    hidden = _tokens(spec) * int(source.config.get("hidden_size") or 0) * (4 if dtype == "float32" else 2)
+    return logits + 2 * hidden + sum(stored_bytes(linear, spec) for linear in quantized)
 
 
 def stored_kind(spec: QuantizeSpec) -> str:
@@ -154,7 +163,7 @@ def _process_bytes(source: TorchSource, quantized: list[Linear], spec: QuantizeS
 
 
 def _check_bytes(source: TorchSource, device: str) -> int:
-    logits = 3 * 4 * _CHECK_TOKENS * int(source.config.get("vocab_size") or 0)
+    logits = 3 * 4 * CHECK_WINDOW_TOKENS * int(source.config.get("vocab_size") or 0)
     model = source.stored_bytes + (4 * source.params if device == "cpu" else 0)
     return _LIBRARIES_BYTES + model + logits
 
@@ -164,7 +173,7 @@ def _device_bytes(source: TorchSource, quantized: list[Linear], spec: QuantizeSp
     if spec.engine in ("gptqmodel", "optimum"):
         widest = max(_by_layer(quantized, lambda linear: linear.params), default=0)
         held = source.params - sum(linear.params for linear in quantized) + 2 * widest
-    logits = 3 * 4 * _CHECK_TOKENS * int(source.config.get("vocab_size") or 0)
+    logits = 3 * 4 * CHECK_WINDOW_TOKENS * int(source.config.get("vocab_size") or 0)
     return max(held * width + _samples_bytes(source, quantized, spec, width), 2 * source.params + logits)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 from quantlab.core.artifact import read_json
 from quantlab.core.errors import QuantlabError
 from quantlab.quantize.torch_model import PROBE
+from quantlab.runtime.torch.load import FolderError
 from quantlab.runtime.torch.vocabulary import load_tokenizer
 
 _GENERATION = "generation_config.json"
@@ -19,10 +20,11 @@ _SPECIAL_TOKENS = 64
 
 def find_fault(artifact: Path, parent: Path, text: str) -> str | None:
     """What of its parent's language it lost, or None; `text` is long, so that a cut that was left on is seen."""
+    before = load_tokenizer(parent)
     try:
-        own, before = load_tokenizer(artifact), load_tokenizer(parent)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        return f"its tokenizer does not load: {error}"
+        own = load_tokenizer(artifact)
+    except FolderError as error:
+        return f"its tokenizer does not load: {error.__cause__}"
     return (
         _vocabulary_fault(own, before)
         or _ids_fault(own, before, text)

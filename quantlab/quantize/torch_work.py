@@ -12,6 +12,9 @@ from quantlab.core.result import Notice
 # How fp8 scales activations: per token as they come, by one calibrated scale, in blocks of 128.
 SCHEMES = ("dynamic", "static", "block")
 
+# Tokens of the text that the check compares on, and of each of its windows.
+CHECK_TOKENS, CHECK_WINDOW_TOKENS = 1024, 512
+
 
 class Weights(msgspec.Struct, frozen=True):
     """How weights are stored: `group_size` of a row share a scale, -1 for a whole row; `sym`: no zero points."""
@@ -36,6 +39,7 @@ class EngineJob(msgspec.Struct, frozen=True):
     `weights` is None for fp8, whose `scheme` says it all. `keep` are full names of Linear modules that stay in 16
     bits. `probe` is the file that receives the logits of the model in memory on the probe
     (quantize/torch_model.py: write_probe), before or after the save, as long as they are those of the quantized model.
+    `state` is the folder (quantize/torch_state.py) where finished layers are kept, and continued from.
     """
 
     method: str
@@ -51,13 +55,15 @@ class EngineJob(msgspec.Struct, frozen=True):
     scheme: str | None = None
     desc_act: bool = False
     calibration: Samples | None = None
+    state: str | None = None
 
 
 class EngineDone(msgspec.Struct):
     """What the engine did. `engine_s` is the engine's own call, as a bare script would make it: calibrate and quantize.
 
     `layers` are the Linear modules that are quantized now; `losses` what the engine says of each (module -> its own
-    error, where it has one); `calibration` the record of quantize/calibration.py.
+    error, where it has one); `calibration` the record of quantize/calibration.py. `continued_after`: so many layers
+    were finished by an earlier run, and times and memory are those of the rest.
     """
 
     engine_s: float
@@ -67,6 +73,7 @@ class EngineDone(msgspec.Struct):
     calibration: dict[str, Any] | None = None
     peak_process_bytes: int = 0
     peak_device_bytes: int = 0
+    continued_after: int = 0
     notices: list[Notice] = []
 
 

@@ -16,7 +16,8 @@ class Engine(msgspec.Struct, frozen=True):
     """One library. `pins`: distribution -> the version it was tested with; another one is not used. `package`: what it
     is imported as.
 
-    `alone`: its pins exclude those of the other engines, so that no extra of quantlab can hold it.
+    `alone`: its pins exclude those of the other engines, so that no extra of quantlab can hold it. `resumes`: it keeps
+    finished layers in the folder `state` of its job, and continues from there.
     """
 
     name: str
@@ -25,6 +26,7 @@ class Engine(msgspec.Struct, frozen=True):
     pins: dict[str, str]
     note: str
     alone: bool = False
+    resumes: bool = False
 
     @property
     def call(self) -> str:
@@ -50,6 +52,7 @@ ENGINES: dict[str, Engine] = {
             ("gptq", "awq"),
             {**_TORCH, "gptqmodel": "7.6.0"},
             "the classic gptq and awq formats",
+            resumes=True,
         ),
         Engine(
             "llmcompressor",

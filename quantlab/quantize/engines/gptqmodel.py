@@ -5,13 +5,18 @@ GPTQ: arXiv 2210.17323. AWQ: arXiv 2306.00978.
 
 from __future__ import annotations
 
+import contextlib
 import re
 import time
+from pathlib import Path
 from typing import Any
 
+from quantlab.core.artifact import safetensors_files, safetensors_header
 from quantlab.core.errors import QuantlabError
 from quantlab.core.result import Notice
 from quantlab.quantize.calibration import Calibration
+from quantlab.quantize.engines import gptqmodel_state
+from quantlab.quantize.engines.gptqmodel_state import Layers
 from quantlab.quantize.engines.layer_types import give_own_inputs
 from quantlab.quantize.engines.packed import (
     Quantized,
@@ -24,6 +29,7 @@ from quantlab.quantize.engines.packed import (
     run,
     unpacked,
 )  # fmt: skip
+from quantlab.quantize.torch_child import failures_of
 from quantlab.quantize.torch_work import EngineDone, EngineJob
 from quantlab.runtime.worker import Channel
 
@@ -71,36 +77,65 @@ def load(job: EngineJob, tokenizer: Any) -> Any:
         amend()
         settings |= {"format": "gemm"}
     config = QuantizeConfig(**settings)
-    engine = GPTQModel.load(job.folder, config, dtype=getattr(torch, job.dtype), trust_remote_code=False)
+    with failures_of("gptqmodel"):
+        engine = GPTQModel.load(job.folder, config, dtype=getattr(torch, job.dtype), trust_remote_code=False)
+    _refuse_other_names(job, engine.model)
     give_own_inputs(engine.model)
     return engine
+
+
+def _refuse_other_names(job: EngineJob, model: Any) -> None:
+    """Some fused modules it splits: what it would save then no loader of that model takes."""
+    stored = {name for file in safetensors_files(Path(job.folder)) for name in safetensors_header(file)}
+    if other := [name for name in linears(model, []) if f"{name}.weight" not in stored]:
+        raise QuantlabError(
+            f"gptqmodel splits modules of this architecture: the model has no `{other[0]}`",
+            "use `--engine llmcompressor`",
+        )
 
 
 def quantize_loaded(
     job: EngineJob, engine: Any, windows: Calibration, channel: Channel, done: EngineDone
 ) -> dict[str, Any]:
-    """The engine's call. Returns the Linear modules with their quantized weights, not yet packed, by their names."""
-    from gptqmodel import BACKEND
+    """The engine's call. Returns the Linear modules with their quantized weights, not yet packed, by their names.
 
-    wanted = linears(engine.model, job.keep)
-    dense = _watch(job, engine, channel)
-    rows = [{"input_ids": ids, "attention_mask": [1] * len(ids)} for ids in windows.windows.tolist()]
-    backend = BACKEND.GPTQ_TORCH if job.method == "gptq" else BACKEND.AWQ_TORCH
-    started = time.perf_counter()
-    try:
-        engine.quantize(rows, calibration_sort=None, batch_size=1, backend=backend)
-    except (RuntimeError, ValueError, AssertionError, AttributeError, NotImplementedError) as error:
-        raise QuantlabError(f"gptqmodel: {type(error).__name__}: {error}") from error
-    done.engine_s = time.perf_counter() - started
+    Those of layers that an earlier run finished are unpacked again.
+    """
+    import torch
+
+    wanted, dtype = linears(engine.model, job.keep), getattr(torch, job.dtype)
+    with contextlib.ExitStack() as files:
+        layers = None
+        if job.state is not None:
+            kept = gptqmodel_state.kept(Path(job.state), windows.record["sha256"], dtype)
+            layers = files.enter_context(kept)
+        dense = _watch(job, engine, channel, layers)
+        _call(job, engine, windows, done)
+    if layers is not None:
+        dense |= layers.dense
+        done.continued_after = layers.first
+        done.notices += layers.notices
     if left := [name for name in wanted if name not in dense]:
         done.notices.append(
             Notice("layers-left-out", f"the engine left {len(left)} modules as they are (first: `{left[0]}`)")
         )
     _read_log(engine.quant_log, list(dense), done, windows.windows.size)
-    return dense
+    # They come as threads finish them.
+    return {name: dense[name] for name in wanted if name in dense}
 
 
-def _watch(job: EngineJob, engine: Any, channel: Channel) -> dict[str, Any]:
+def _call(job: EngineJob, engine: Any, windows: Calibration, done: EngineDone) -> None:
+    from gptqmodel import BACKEND
+
+    rows = [{"input_ids": ids, "attention_mask": [1] * len(ids)} for ids in windows.windows.tolist()]
+    backend = BACKEND.GPTQ_TORCH if job.method == "gptq" else BACKEND.AWQ_TORCH
+    started = time.perf_counter()
+    with failures_of("gptqmodel"):
+        engine.quantize(rows, calibration_sort=None, batch_size=1, backend=backend)
+    done.engine_s = time.perf_counter() - started
+
+
+def _watch(job: EngineJob, engine: Any, channel: Channel, layers: Layers | None) -> dict[str, Any]:
     """Report finished layers; what is returned fills with the quantized Linear modules as they are before packing."""
     from gptqmodel.looper.awq_processor import AWQProcessor
     from gptqmodel.looper.gptq_processor import GPTQProcessor
@@ -116,13 +151,16 @@ def _watch(job: EngineJob, engine: Any, channel: Channel) -> dict[str, Any]:
 
     processor.submodule_finalize = keep_then_finalize
     total, stage = engine.model.config.get_text_config().num_hidden_layers, f"{job.method} layer"
+    first = layers.first if layers is not None else 0
+    if first:
+        stage += f" (continues at layer {first + 1} of {total})" if first < total else " (all are finished)"
 
     def layer_complete(layer_idx: int, submodule_finalized: bool) -> None:
         if not submodule_finalized:
-            channel.progress(stage, layer_idx + 1, total)
+            channel.progress(stage, layer_idx + 1 - first, total - first)
 
     engine.layer_callback = layer_complete
-    channel.progress(stage, 0, total)
+    channel.progress(stage, 0, total - first)
     return dense
 
 

@@ -18,7 +18,7 @@ from quantlab.core.errors import missing_extra
 from quantlab.core.result import Notice
 from quantlab.quantize import calibration
 from quantlab.quantize.calibration import Calibration
-from quantlab.quantize.engines.companions import copy_companions, write_config
+from quantlab.quantize.engines.companions import copy_companions, stored_dtype, write_config
 from quantlab.quantize.torch_child import set_environment
 from quantlab.quantize.torch_work import EngineDone, EngineJob
 
@@ -45,8 +45,8 @@ Quantize = Callable[[EngineJob, Any, Calibration, EngineDone], Quantized]
 def run(spec: Any, quantize: Quantize, package: str) -> EngineDone:
     """Do a job with `quantize`; writes the artifact and its probe. Raises QuantlabError without `package`."""
     job = msgspec.convert(spec, EngineJob)
-    paths = {name: str(Path(getattr(job, name)).resolve()) for name in ("folder", "out", "probe")}
-    job = msgspec.structs.replace(job, **paths)
+    given = {name: getattr(job, name) for name in ("folder", "out", "probe", "state")}
+    job = msgspec.structs.replace(job, **{name: str(Path(path).resolve()) for name, path in given.items() if path})
     prepare(job, package)
     # gptqmodel writes a folder `logs` where it stands.
     with tempfile.TemporaryDirectory() as here:
@@ -96,7 +96,7 @@ def _run(job: EngineJob, quantize: Quantize) -> EngineDone:
     made = quantize(job, tokenizer, windows, done)
     quantized = clock()
     done.layers = list(made.dense)
-    dtype = stored_dtype(folder)
+    dtype = getattr(torch, stored_dtype(folder))
     _write_weights(made.model, out, dtype)
     copy_companions(folder, out)
     write_config(folder, out, dtype=str(dtype).removeprefix("torch."), quantization=made.config)
@@ -116,15 +116,6 @@ def _run(job: EngineJob, quantize: Quantize) -> EngineDone:
     if torch.cuda.is_available():
         done.peak_device_bytes = torch.cuda.max_memory_allocated()
     return done
-
-
-def stored_dtype(folder: Path) -> Any:
-    """The type of what stays in 16 bits: the parent's own, float16 for a wider parent."""
-    import torch
-    import transformers
-
-    parent = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False).dtype
-    return torch.bfloat16 if parent == torch.bfloat16 else torch.float16
 
 
 def _cast(model: Any, dtype: Any) -> None:
@@ -170,10 +161,8 @@ def excluded(keep: list[str]) -> dict[str, Any]:
     return {f"-:^{re.escape(name)}$": {} for name in keep}
 
 
-def gptq_entry(
-    job: EngineJob, layers: list[str], quantizer: list[str], *, damp_percent: float, checkpoint_format: str = "gptq"
-) -> dict[str, Any]:
-    """The quantization_config of classic gptq. "gptq" stores zero points less one, "gptq_v2" as they are."""
+def gptq_entry(job: EngineJob, layers: list[str], quantizer: list[str], *, damp_percent: float) -> dict[str, Any]:
+    """The quantization_config of classic gptq, which stores zero points less one."""
     assert job.weights is not None
     entry = {
         "quant_method": "gptq",
@@ -181,8 +170,8 @@ def gptq_entry(
         "group_size": job.weights.group_size,
         "sym": job.weights.sym,
         "desc_act": job.desc_act,
-        "format": checkpoint_format,
-        "checkpoint_format": checkpoint_format,
+        "format": "gptq",
+        "checkpoint_format": "gptq",
         "damp_percent": damp_percent,
         "true_sequential": True,
         "lm_head": False,

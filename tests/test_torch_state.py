@@ -1,0 +1,231 @@
+"""What an interrupted torch quantization leaves: continued by the same one, refused to another, never a stranger's."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from quantlab.core.errors import QuantlabError
+from quantlab.core.model import ModelRef
+from quantlab.core.progress import silent
+from quantlab.core.result import Outcome
+from quantlab.lab.models import resolve
+from quantlab.quantize import methods, torch_state
+from quantlab.quantize.engines import ENGINES
+from quantlab.quantize.torch_state import Identity
+from tests import fake_engine
+from tests.test_torch_method import FAKE, left, patch, run, spec_of, write_model
+
+RESUMES = msgspec.structs.replace(FAKE, resumes=True)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    patch(monkeypatch)
+    monkeypatch.setitem(ENGINES, "gptqmodel", RESUMES)
+    monkeypatch.chdir(tmp_path)
+    return write_model(tmp_path / "model")
+
+
+def interrupted(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The state that a run leaves whose engine is killed after a layer. What kills it is no part of the identity."""
+    with monkeypatch.context() as patched:
+        patched.setenv("KILLED", "1")
+        with pytest.raises(QuantlabError, match="SIGKILL") as caught:
+            run(folder)
+    assert "kept in" in caught.value.hint
+    assert "a.b.partial" in caught.value.hint
+    assert left(folder) == ["a.b.partial"]
+    return folder.parent / "out" / "a.b.partial"
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def codes(outcome: Outcome) -> list[str]:
+    return [notice.code for notice in outcome.warnings]
+
+
+def test_the_same_quantization_continues_and_says_so(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    interrupted(folder, monkeypatch)
+    interrupted(folder, monkeypatch)
+    outcome = run(folder, threads=1)
+    assert outcome.details["continued_after_layers"] == 2
+    assert codes(outcome)[0] == "continued"
+    assert "2 layers" in outcome.warnings[0].message
+    # Nobody takes the time of the rest for the whole.
+    assert not {"duration", "engine_duration"} & outcome.measurements.keys()
+    assert outcome.measurements["engine_duration_of_rest"].samples == [0.5]
+    assert left(folder) == ["a.b"]
+    whole = run(folder, out=str(folder.parent / "out" / "whole"))
+    assert "continued" not in codes(whole)
+    assert "duration" in whole.measurements
+    assert left(folder) == ["a.b", "whole"]
+
+
+def other_model(folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    weights = bytearray((folder / "model.safetensors").read_bytes())
+    # The last bit of a float32.
+    weights[-4] ^= 1
+    (folder / "model.safetensors").write_bytes(weights)
+    return {}
+
+
+def other_text(folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    return {"calib": ["builtin_zh"]}
+
+
+def other_engine(folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    monkeypatch.setitem(ENGINES, "gptqmodel", msgspec.structs.replace(RESUMES, pins={"gptqmodel": "0.1"}))
+    return {}
+
+
+def other_quantlab(folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    path = folder.parent / "out" / "a.b.partial" / "identity.json"
+    identity = msgspec.json.decode(path.read_bytes(), type=Identity)
+    path.write_bytes(msgspec.json.encode(msgspec.structs.replace(identity, quantlab="0.0.9")))
+    return {}
+
+
+STALE: list[tuple[Any, str]] = [
+    (other_model, "another model"),
+    (other_text, "other calibration"),
+    ({"seed": 1}, "other calibration"),
+    ({"calib_samples": 5}, "other calibration"),
+    ({"group_size": 64, "skip": ["down_proj"]}, r"other settings \(group_size, layers_in_16_bits\)"),
+    ({"bits": 8}, r"other settings \(bits\)"),
+    ({"method": "awq", "seed": 1}, r"other calibration and other settings \(method, sym\)"),
+    (other_engine, "other versions of the engine"),
+    (other_quantlab, "another version of quantlab"),
+]
+
+
+@pytest.mark.parametrize(("change", "said"), STALE, ids=[said for _, said in STALE])
+def test_what_belongs_to_something_else_is_refused_and_untouched(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, change: Any, said: str
+) -> None:
+    state = interrupted(folder, monkeypatch)
+    options = change(folder, monkeypatch) if callable(change) else change
+    before = content(state)
+    for work in (run, lambda folder, **options: methods.check(spec_of(folder, **options))):
+        with pytest.raises(QuantlabError, match=f"interrupted quantization with {said}$") as caught:
+            work(folder, **options)
+        assert caught.value.hint == f"remove `{state}`, or use `--force`: both begin again"
+    assert content(state) == before
+
+
+@pytest.mark.parametrize("options", [{}, {"seed": 1}], ids=["same", "other"])
+def test_force_begins_again(folder: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]) -> None:
+    interrupted(folder, monkeypatch)
+    methods.check(spec_of(folder, force=True, **options))
+    assert "continued" not in codes(run(folder, force=True, **options))
+    assert left(folder) == ["a.b"]
+
+
+def truncate(state: Path) -> str:
+    path = state / "layer-0"
+    path.write_bytes(path.read_bytes()[:-1])
+    return "`layer-0` is not what was written"
+
+
+def remove(state: Path) -> str:
+    (state / "layer-0").unlink()
+    return "`layer-0` is not what was written"
+
+
+def garbage(state: Path) -> str:
+    (state / "finished.json").write_bytes(os.urandom(64))
+    return "`finished.json`"
+
+
+def one_more(state: Path) -> str:
+    path = state / "finished.json"
+    path.write_bytes(path.read_bytes().replace(b'"layers":1', b'"layers":2'))
+    return "`finished.json` is not what was written"
+
+
+def half(state: Path) -> str:
+    path = state / "identity.json"
+    path.write_bytes(path.read_bytes()[:40])
+    return "`identity.json`"
+
+
+@pytest.mark.parametrize("damage", [truncate, remove, garbage, one_more, half])
+def test_what_is_damaged_is_refused(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, damage: Callable[[Path], str]
+) -> None:
+    state = interrupted(folder, monkeypatch)
+    said = damage(state)
+    before = content(state)
+    with pytest.raises(QuantlabError, match=re.escape(f"is damaged: {said}")):
+        run(folder)
+    assert content(state) == before
+    assert "continued" not in codes(run(folder, force=True))
+
+
+def test_without_a_finished_layer_nothing_is_left(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_state, "_FINISHED", "never.json")
+    with pytest.raises(QuantlabError, match="singular matrix"):
+        run(folder, calib_length=fake_engine.FAILS)
+    assert left(folder) == []
+
+
+@pytest.mark.parametrize(
+    "names",
+    [["lock", ".identity.json.123.partial"], ["lock", "engine.lock"], ["lock", "identity.json", "layer-0"]],
+    ids=["begun", "nearly-removed", "no-layer-yet"],
+)
+def test_what_a_kill_left_without_a_finished_layer_is_no_state(folder: Path, names: list[str]) -> None:
+    state = folder.parent / "out" / "a.b.partial"
+    state.mkdir(parents=True)
+    for name in names:
+        (state / name).touch()
+    assert "continued" not in codes(run(folder))
+    assert left(folder) == ["a.b"]
+
+
+def test_a_rejected_artifact_is_not_continued(folder: Path) -> None:
+    with pytest.raises(QuantlabError, match="scales are shuffled"):
+        run(folder, calib_length=fake_engine.GARBAGE)
+    assert left(folder) == ["a.b.rejected"]
+
+
+@pytest.mark.parametrize("force", [False, True])
+def test_the_folder_of_somebody_else_stays(folder: Path, force: bool) -> None:
+    precious = folder.parent / "out" / "a.b.partial"
+    precious.mkdir(parents=True)
+    (precious / "thesis.txt").touch()
+    with pytest.raises(QuantlabError, match="and is none"):
+        run(folder, force=force)
+    assert [path.name for path in precious.iterdir()] == ["thesis.txt"]
+
+
+def test_two_at_once_are_refused(folder: Path) -> None:
+    out = folder.parent / "out" / "a.b"
+    wanted = Identity("model", {}, {}, {})
+    with torch_state.kept(out, wanted, replace=False), pytest.raises(QuantlabError, match="another quantlab"):
+        run(folder, force=True)
+    run(folder)
+    assert left(folder) == ["a.b"]
+
+
+def test_it_is_taken_for_no_model(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = interrupted(folder, monkeypatch)
+    with pytest.raises(QuantlabError):
+        resolve(ModelRef.parse(str(state)), offline=True, progress=silent)
+
+
+def test_other_engines_begin_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ENGINES, "gptqmodel", FAKE)
+    monkeypatch.setenv("KILLED", "1")
+    with pytest.raises(QuantlabError, match="SIGKILL"):
+        run(folder)
+    assert left(folder) == []
+    assert [name for name, engine in ENGINES.items() if engine.resumes] == []
