@@ -100,6 +100,22 @@ def test_what_belongs_to_another_name_is_neither_removed_nor_taken(tmp_path: Pat
     assert names(tmp_path / "a") == ["new"]
 
 
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o027, 0o640)])
+def test_files_of_a_folder_are_for_whoever_may_read_ours(tmp_path: Path, umask: int, mode: int) -> None:
+    (tmp_path / "other").touch(0o600)
+    before = os.umask(umask)
+    try:
+        with written_folder(tmp_path / "a") as temporary:
+            (temporary / "below").mkdir()
+            for name in ("weights", "below/more"):
+                (temporary / name).touch(0o600)
+            (temporary / "link").symlink_to(tmp_path / "other")
+    finally:
+        os.umask(before)
+    modes = [(tmp_path / name).stat().st_mode & 0o777 for name in ("a/weights", "a/below/more", "other")]
+    assert modes == [mode, mode, 0o600]
+
+
 def test_a_full_disk_is_an_error_with_a_hint_and_leaves_nothing(tmp_path: Path) -> None:
     script = (
         "import resource, signal, sys\nfrom pathlib import Path\nfrom quantlab.core.files import write_text\n"

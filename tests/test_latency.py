@@ -18,18 +18,20 @@ import psutil
 import pytest
 
 from quantlab.bench import cell, contention, metrics, notices, residency, workloads
-from quantlab.bench.cell import Job, work
+from quantlab.bench.cell import Job, Ready, work
 from quantlab.bench.contention import Contention
-from quantlab.bench.latency import run
+from quantlab.bench.latency import Session, Subject, _warnings, run
 from quantlab.bench.spec import BenchSpec
 from quantlab.core import hardware
 from quantlab.core.artifact import content_sha256, model_info
 from quantlab.core.errors import QuantlabError, UsageError
 from quantlab.core.hf_config import kv_values_per_token
 from quantlab.core.model import ModelFile
-from quantlab.core.result import Measurement, ModelInfo, Outcome, RuntimeInfo, TensorType
+from quantlab.core.progress import silent
+from quantlab.core.result import Measurement, ModelInfo, Notice, Outcome, RuntimeInfo, TensorType
 from quantlab.runtime.backend import Capacity, Generation, Loaded, Memory, Request
 from quantlab.runtime.llamacpp import LlamaCppBackend, opened
+from quantlab.runtime.loading import opened as opened_any
 from tests.hf_folders import change_config, write_folder
 from tests.tiny_gguf import write_gguf
 
@@ -172,6 +174,8 @@ def test_a_model_is_ready_when_it_is_warm(tiny: ModelFile, monkeypatch: pytest.M
 class TwoWays:
     """A backend that decodes in two ways; its memory is the number of calls so far."""
 
+    no_graph = "a kernel waits"
+
     def __init__(self) -> None:
         self.calls: list[str] = []
 
@@ -197,6 +201,7 @@ def test_a_second_way_to_decode_runs_in_each_repetition_and_not_in_the_peak(tiny
     repeated = [both.repeat(prompts) for _ in range(2)]
     assert backend.calls == ["reset", "generate", "reset", "plain"] * 2
     assert both.memory == Memory(2, 2, 2, 2, 2)
+    assert [one.no_graph for one in repeated] == ["a kernel waits"] * 2
     plain = metrics.plain_measurements([one.plain for one in repeated])
     assert plain == {"tpot_generate": Measurement("s", "lower", [3.0] * 4, 2)}
     assert [g.times_s for g in repeated[0].generations] == [[1.0, 2.0]] * 2
@@ -217,6 +222,26 @@ def test_a_prompt_as_it_is(tiny: ModelFile) -> None:
     with opened(Path(tiny.path), Capacity(8), threads=1) as backend:
         assert outcome.details["prompt_tokens"] == len(backend.encode(text))
     assert len(set(outcome.details["generated_sha256"])) == 1
+
+
+@pytest.mark.parametrize("runtime", ["llamacpp", "torch"])
+def test_the_length_of_a_prompt_needs_no_weights(
+    tiny: ModelFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runtime: str
+) -> None:
+    path = Path(tiny.path)
+    if runtime == "torch":
+        pytest.importorskip("torch")
+        path = tmp_path / "folder"
+        write_folder(path, "llama", model_type="llama")
+    asked = spec(model(path), prompt="The <s> cat.", prompt_tokens=None)
+    with opened_any(path, Capacity(8), device="cpu", threads=1) as backend:
+        expected = len(workloads.prompts(backend, asked)[0][0])
+    kind = type(backend)
+    monkeypatch.setattr(kind, "__init__", lambda *_, **__: pytest.fail("the model was opened"))
+    if runtime == "torch":
+        for file in path.glob("*.safetensors"):
+            file.unlink()
+    assert cell._prompt_length(asked, path) == expected
 
 
 def test_answers_that_end_early_count_what_they_hold(tiny: ModelFile, tmp_path: Path) -> None:
@@ -410,6 +435,20 @@ def test_notices_of_loading(monkeypatch: pytest.MonkeyPatch) -> None:
     assert messages[-1].startswith("compute capability 8.6 has no FP8 arithmetic")
     assert told("F8_E4M3", "cuda", 8.9) == []
     assert told("F8_E4M3", "cuda", 9.0) == []
+
+
+def test_steps_without_a_graph_are_told(tiny: ModelFile) -> None:
+    cell_ = spec(tiny)
+    ready = Ready(loaded(10_000, "cuda"), 12, "", 0)
+    info = ModelInfo("m", "safetensors", "x", 1, 8.0, {})
+
+    def told(no_graph: str | None) -> list[Notice]:
+        subject = Subject(0, None, ready, [[Generation(0, [1, 2], [1.0, 2.0])]], no_graph=no_graph)  # type: ignore[arg-type]
+        return [n for n in _warnings(subject, Session(cell_, [0], silent), {}, info) if n.code == "no-cuda-graph"]
+
+    assert told(None) == []
+    (notice,) = told("a kernel waits")
+    assert "(a kernel waits)" in notice.message
 
 
 def test_a_slow_plain_loop_is_called_overhead() -> None:

@@ -6,12 +6,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import gguf
+import numpy as np
 import pytest
 
 from quantlab.core.errors import QuantlabError, UsageError
+from quantlab.quantize.convert import convert
 from quantlab.runtime.backend import Backend, Capacity
 from quantlab.runtime.llamacpp import LlamaCppBackend, opened
 from tests.backend_contract import BackendContract, Open
+from tests.hf_folders import write_folder
 from tests.tiny_gguf import FFN, HEAD_DIM, HIDDEN, KV_HEADS, LAYERS, write_gguf
 
 
@@ -40,11 +43,12 @@ KINDS = {
 
 @pytest.fixture(scope="module", params=KINDS)
 def models(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """tiny.gguf and, with one other tensor, other.gguf."""
+    """tiny.gguf and, with the end of one other tensor, other.gguf."""
     folder = tmp_path_factory.mktemp("models")
     weights = write_gguf(folder / "tiny.gguf", **KINDS[request.param])
-    changed = {"blk.1.ffn_down.weight": -weights["blk.1.ffn_down.weight"]}
-    write_gguf(folder / "other.gguf", **KINDS[request.param], replace=changed)
+    key = weights["blk.1.attn_k.weight"]
+    changed = {"blk.1.attn_k.weight": np.concatenate([key[:-1], -key[-1:]])}
+    write_gguf(folder / "other.gguf", **KINDS[request.param], replace=weights | changed)
     return folder
 
 
@@ -82,6 +86,19 @@ def test_sizes_are_those_of_the_tensors(tmp_path: Path, tiny: Path) -> None:
         assert backend.describe().weight_bytes == weights + 4 * vocab * HIDDEN
         # Of a table that is only looked up, one row is.
         assert backend.describe().bytes_read_per_token == weights + 4 * HIDDEN
+
+
+def test_layers_with_a_window_read_no_more_than_it(tmp_path: Path, tiny: Path) -> None:
+    """Six of gemma3's seven layers look 8 tokens back."""
+    write_folder(tmp_path / "gemma3", "gemma3")
+    convert(tmp_path / "gemma3", tmp_path / "gemma3.gguf", outtype="F32")
+    for shared in (True, False):
+        with opened(tmp_path / "gemma3.gguf", Capacity(n_ctx=64, shared=shared), threads=1) as backend:
+            loaded = backend.describe()
+        assert loaded.kv_bytes_per_token == 7 * 2 * 32 * 2
+        assert loaded.windowed_kv == ((8, 6 * 2 * 32 * 2),)
+    with opened(tiny, Capacity(n_ctx=8), threads=1) as backend:
+        assert backend.describe().windowed_kv == ()
 
 
 def test_a_block_closes_its_backend(tiny: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
@@ -142,6 +143,10 @@ def test_floor_worked_out() -> None:
     assert metrics.tpot_floor(loaded, 1, 50, 2000.0) == 1.0
     # Weights are read once for all sequences of a step, each sequence has a KV of its own.
     assert metrics.tpot_floor(loaded, 4, 50, 2000.0) == 2.5
+    # A layer that holds 15 of the 20 bytes looks 10 tokens back.
+    windowed = dataclasses.replace(loaded, windowed_kv=((10, 15),))
+    assert metrics.tpot_floor(windowed, 4, 50, 2000.0) == (1000 + 4 * (50 * 5 + 10 * 15)) / 2000
+    assert metrics.tpot_floor(windowed, 4, 10, 2000.0) == metrics.tpot_floor(loaded, 4, 10, 2000.0)
     repetitions = [[generation(0, [1.0, 2.0, 3.0, 4.0])], [generation(0, [1.0, 2.0])]]
     # Steps of the first attend to 11, 12, 13 tokens, their mean is within half a token of 10 + 4 / 2.
     assert metrics.mean_depth(repetitions, 10) == 11.5

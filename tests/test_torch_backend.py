@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import hypothesis
@@ -24,14 +26,28 @@ from safetensors.torch import save_file as save_torch  # noqa: E402
 from quantlab.core.errors import QuantlabError, UsageError  # noqa: E402
 from quantlab.runtime.backend import Backend, Batch, Capacity, Request, generate_static, prefill_all  # noqa: E402
 from quantlab.runtime.loading import opened  # noqa: E402
+from quantlab.runtime.torch import decode, load  # noqa: E402
 from quantlab.runtime.torch.backend import TorchBackend  # noqa: E402
 from quantlab.runtime.torch.decode import StaticPass  # noqa: E402
 from quantlab.runtime.torch.kv import Blocks  # noqa: E402
+from quantlab.runtime.torch.vocabulary import load_tokenizer  # noqa: E402
 from tests import hf_folders  # noqa: E402
 from tests.backend_contract import BackendContract, Open, batch, distance, feed  # noqa: E402
 from tests.torch_artifacts import write_artifact  # noqa: E402
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma3", "phi3")
+# Rotations that transformers chooses by the largest position of a step. A text of 64 tokens is past the first two.
+_LONG = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0 + i for i in range(8)]}
+ROPES: dict[str, tuple[str, dict[str, Any]]] = {
+    "dynamic": (
+        "llama",
+        {"max_position_embeddings": 24, "rope_scaling": {"rope_type": "dynamic", "factor": 4.0}},
+    ),
+    "longrope": ("phi3", {"original_max_position_embeddings": 24, "rope_scaling": _LONG}),
+    "longrope, short": ("phi3", {"original_max_position_embeddings": 64, "rope_scaling": _LONG}),
+}
+
+KEY = "model.layers.1.self_attn.k_proj.weight"
 
 
 def _opener(path: Path, device: str = "cpu") -> Iterator[Open]:
@@ -67,24 +83,31 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("folders")
     for family in FAMILIES:
         write_folder(root / family, family)
+    for name, (family, changed) in ROPES.items():
+        write_folder(root / name, family, **changed)
     return root
+
+
+def other_key(weight: np.ndarray) -> np.ndarray:
+    """The same first 512 bytes, other weights behind them."""
+    return np.concatenate([weight[:2], -weight[2:]])
 
 
 @pytest.fixture(scope="module")
 def other_stories(stories: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """stories260K with one other tensor."""
+    """stories260K with a part of one other tensor."""
     other = tmp_path_factory.mktemp("other")
     for file in stories.iterdir():
         shutil.copyfile(file, other / file.name)
     weights = load_file(other / "model.safetensors")
-    weights["model.layers.1.mlp.down_proj.weight"] *= -1
+    weights[KEY] = other_key(weights[KEY])
     save_file(weights, other / "model.safetensors", {"format": "pt"})
     return other
 
 
 @pytest.fixture(scope="module")
 def gemma(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A random gemma3, and the same with one other tensor."""
+    """A random gemma3, and the same with a part of one other tensor."""
     root = tmp_path_factory.mktemp("gemma")
     text = {
         "tokenizer": hf_folders.byte_level_tokenizer(),
@@ -95,7 +118,7 @@ def gemma(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
         },
     }
     weights = write_folder(root / "one", "gemma3", tie_word_embeddings=False, **text)
-    weights["model.layers.1.mlp.down_proj.weight"] *= -1
+    weights[KEY] = other_key(weights[KEY])
     write_folder(root / "other", "gemma3", tie_word_embeddings=False, weights=weights, **text)
     return root / "one", root / "other"
 
@@ -127,9 +150,12 @@ class TestGemma3(BackendContract):
 # exactness
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *ROPES])
 def test_every_family_computes_what_transformers_does(folders: Path, family: str) -> None:
-    """Two sequences, longer than any window, fed ragged, interleaved and in pieces; against plain forward passes."""
+    """Two sequences, longer than any window, fed ragged, interleaved and in pieces; against plain forward passes.
+
+    These are over the whole context, so that the rotations are those that it is opened for.
+    """
     texts = {0: np.arange(10, 70), 2: np.arange(80, 120)}
     with on_cpu(folders / family, n_ctx=64, n_seq=3, n_batch=64, n_ubatch=7) as backend:
         rows: dict[int, list[np.ndarray]] = {0: [], 2: []}
@@ -146,8 +172,34 @@ def test_every_family_computes_what_transformers_does(folders: Path, family: str
     model = transformers.AutoModelForCausalLM.from_pretrained(folders / family, attn_implementation="eager")
     for seq, ids in texts.items():
         with torch.inference_mode():
-            expected = model(torch.from_numpy(ids)[None]).logits[0].numpy()
+            filled = np.pad(ids, (0, 64 - len(ids)), constant_values=5)
+            expected = model(torch.from_numpy(filled)[None]).logits[0, : len(ids)].numpy()
         assert distance(np.concatenate(rows[seq]), expected) < 1e-4
+
+
+def test_rotations_by_a_rule_of_the_models_own_are_refused_where_they_could_change(tmp_path: Path) -> None:
+    """phimoe scales them by the largest position."""
+    config = transformers.PhimoeConfig(
+        vocab_size=373, hidden_size=64, intermediate_size=32, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=2, num_local_experts=2, max_position_embeddings=128,
+        rope_parameters=_LONG | {
+            "rope_theta": 1e4, "short_mscale": 1.0, "long_mscale": 1.5, "original_max_position_embeddings": 24,
+        },
+    )  # fmt: skip
+    write_folder(tmp_path / "m", "llama")
+    transformers.PhimoeForCausalLM(config).save_pretrained(tmp_path / "m")
+    with on_cpu(tmp_path / "m", n_ctx=24) as backend:
+        assert backend.describe().runtime.kernels["mlp PhimoeExperts"] == 1
+    with pytest.raises(QuantlabError, match="PhimoeRotaryEmbedding` rotates by the longest"):
+        TorchBackend(tmp_path / "m", Capacity(n_ctx=25), device="cpu", threads=1)
+
+
+def test_keys_of_another_rotation_are_refused(folders: Path) -> None:
+    tokens = np.arange(10, 20, dtype=np.int32)
+    with on_cpu(folders / "longrope", n_ctx=24) as short, on_cpu(folders / "longrope", n_ctx=25) as long:
+        feed(short, 0, tokens)
+        with pytest.raises(QuantlabError, match="another model"):
+            long.restore(0, short.save(0))
 
 
 def test_perplexity_is_that_of_transformers_own_loss(stories: Path, wiki_test: Path) -> None:
@@ -180,6 +232,13 @@ def test_sizes_are_those_of_the_tensors(folders: Path, stories: Path) -> None:
     # Of a table that is only looked up, one row is read.
     assert loaded.bytes_read_per_token == total - 4 * (rows - 1) * hidden
     assert loaded.kv_bytes_per_token == 3 * 2 * 2 * 32 * 4
+    # Every layer looks 8 tokens back; of gemma3 six in seven do.
+    assert loaded.windowed_kv == ((8, loaded.kv_bytes_per_token),)
+    assert loaded.kv_bytes_read(100) == loaded.kv_bytes_read(8) == 8 * loaded.kv_bytes_per_token
+    with on_cpu(folders / "gemma3") as backend:
+        gemma = backend.describe()
+    assert gemma.kv_bytes_per_token == 7 * 2 * 32 * 4
+    assert gemma.kv_bytes_read(100) == (6 * 8 + 100) * 2 * 32 * 4
     with on_cpu(stories, dtype="bfloat16") as backend:
         loaded = backend.describe()
     with safe_open(stories / "model.safetensors", "np") as file:
@@ -188,6 +247,20 @@ def test_sizes_are_those_of_the_tensors(folders: Path, stories: Path) -> None:
     assert loaded.weight_bytes == loaded.bytes_read_per_token == 2 * params
     assert (loaded.runtime.dtype, loaded.kv_bytes_per_token) == ("bfloat16", 5 * 2 * 4 * 8 * 2)
     assert loaded.runtime.kernels == {"attention Linear": 20, "mlp Linear": 15, "lm_head Linear": 1}
+
+
+def test_experts_count_among_the_kernels(tmp_path: Path) -> None:
+    config = transformers.MixtralConfig(
+        vocab_size=373, hidden_size=64, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2,
+    )  # fmt: skip
+    write_folder(tmp_path / "m", "llama")
+    transformers.MixtralForCausalLM(config).save_pretrained(tmp_path / "m")
+    with on_cpu(tmp_path / "m") as backend:
+        kernels = backend.describe().runtime.kernels
+    assert kernels == {
+        "attention Linear": 8, "mlp MixtralTopKRouter": 2, "mlp MixtralExperts": 2, "lm_head Linear": 1,
+    }  # fmt: skip
 
 
 def test_sharing_moves_no_bytes_until_one_writes(stories: Path) -> None:
@@ -276,6 +349,29 @@ def test_the_pass_that_a_graph_captures(stories: Path, folders: Path, family: st
         assert [got[0], got[1][:9]] == expected
 
 
+def test_a_failed_capture_is_told_and_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = []
+
+    def fail(*arguments: object) -> None:
+        tried.append(arguments[-1])
+        raise RuntimeError("operation not permitted when stream is capturing\nand more")
+
+    monkeypatch.setattr(decode, "_Captured", fail)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    on_cuda = SimpleNamespace(keys=[SimpleNamespace(device=torch.device("cuda"))])
+    blocks = Blocks(2, 64)
+    decoder = decode.StaticDecoder(None, on_cuda, blocks)
+    request = Request(np.arange(10, dtype=np.int32), 20)
+    for requests in ([request], [request], [request, request]):
+        assert not decoder.ready(requests)
+        assert decoder.no_graph == "operation not permitted when stream is capturing"
+        assert blocks.tables == [[], []]
+    assert tried == [(1, 32), (2, 32)]
+    monkeypatch.setattr(decode, "_Captured", lambda *arguments: SimpleNamespace(size=arguments[-1]))
+    assert decoder.ready([replace(request, max_new_tokens=30)])
+    assert decoder.no_graph is None
+
+
 def test_plain_generate_stops_where_told(stories: Path) -> None:
     with on_cpu(stories, n_ctx=128) as backend:
         prompt = backend.encode("Once upon a time", bos=True)
@@ -335,6 +431,7 @@ BROKEN = {
     "lacks 1 tensors.*layers.1.mlp.up_proj": lambda f: _without(f, "model.layers.1.mlp.up_proj.weight"),
     "no .*safetensors": _as_pickle,
     "config.json": _remote,
+    r"config\.json.*validation": lambda f: hf_folders.change_config(f, model_type="gpt_neo"),
     "no decoder-only": lambda f: hf_folders.change_config(f, model_type="vit", architectures=["ViTModel"]),
     r"another shape.*\(64, 96\)": lambda f: hf_folders.change_config(f, intermediate_size=100),
     "tokenizer": lambda f: (f / "tokenizer.json").write_text("{}"),
@@ -350,6 +447,67 @@ def test_folders_that_do_not_load_are_errors(tmp_path: Path, message: str) -> No
         TorchBackend(tmp_path / "m", Capacity(n_ctx=8), device="cpu", threads=1)
 
 
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"),
+        RuntimeError("CUDA error: no kernel image is available"),
+        OSError(5, "Input/output error"),
+    ],
+    ids=["python", "torch", "cuda", "system"],
+)
+def test_a_machine_that_cannot_load_is_no_fault_of_the_folder(
+    folders: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    config = load.load_config(folders / "llama")
+    for library in (transformers.AutoModelForCausalLM, transformers.AutoTokenizer):
+        monkeypatch.setattr(library, "from_pretrained", fail)
+    for broken in (
+        lambda: load.load_model(folders / "llama", config, torch.float32, torch.device("cpu"), strict=True),
+        lambda: load_tokenizer(folders / "llama"),
+    ):
+        with pytest.raises(QuantlabError, match=r"memory|CUDA error|Input/output") as caught:
+            broken()
+        assert not isinstance(caught.value, load.FolderError)
+        assert "tokenizer" not in caught.value.message
+
+
+def test_a_fault_of_the_folder_does_not_name_it_where_it_may_be_renamed(
+    folders: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(f"no file found in {folders / 'llama'}")
+
+    config = load.load_config(folders / "llama")
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", fail)
+    call = functools.partial(load.load_model, folders / "llama", config, torch.float32, torch.device("cpu"))
+    with pytest.raises(load.FolderError) as caught:
+        call(strict=True)
+    assert caught.value.message == "transformers does not load it: no file found in the folder"
+    with pytest.raises(QuantlabError, match="llama`: transformers does not load it"):
+        call()
+
+
+@pytest.mark.parametrize("error", [AttributeError, IndexError, KeyError, RuntimeError])
+def test_whatever_a_models_code_raises_is_an_error(stories: Path, error: type[Exception]) -> None:
+    tokens = np.arange(10, 20, dtype=np.int32)
+    with on_cpu(stories) as backend:
+        before = feed(backend, 0, tokens)
+
+        def fail(*_: object, **__: object) -> None:
+            raise error("a bug")
+
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(QuantlabError, match=r"fails a step of 10 .*a bug"):
+            patch.setattr(backend._model.network, "forward", fail)
+            feed(backend, 0, tokens, 10)
+        backend.release(0)
+        assert distance(feed(backend, 0, tokens), before) == 0
+
+
 def test_attention_that_is_not_computed_is_refused(tmp_path: Path) -> None:
     """gemma2 bends its scores by a tanh: left out, the answer would only look like one."""
     config = transformers.Gemma2Config(
@@ -363,11 +521,24 @@ def test_attention_that_is_not_computed_is_refused(tmp_path: Path) -> None:
 
 
 def test_other_state_than_keys_is_refused(tmp_path: Path) -> None:
-    config = transformers.MambaConfig(vocab_size=373, hidden_size=64, state_size=8, num_hidden_layers=2)
+    config = transformers.Lfm2Config(
+        vocab_size=373, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, layer_types=["conv", "full_attention"],
+    )  # fmt: skip
     write_folder(tmp_path / "m", "llama")
-    transformers.MambaForCausalLM(config).save_pretrained(tmp_path / "m")
-    with pytest.raises(QuantlabError, match="0 of 2 layers attend"):
+    transformers.Lfm2ForCausalLM(config).save_pretrained(tmp_path / "m")
+    with pytest.raises(QuantlabError, match="1 of 2 layers attend"):
         TorchBackend(tmp_path / "m", Capacity(n_ctx=8), device="cpu", threads=1)
+
+
+@pytest.mark.parametrize("family", ["falcon", "gptj", "gpt_neo", "mpt", "mamba"])
+def test_attention_that_cannot_be_replaced_is_told(tmp_path: Path, family: str) -> None:
+    write_folder(tmp_path / "m", "llama")
+    layers = {"attention_types": [[["global"], 3]]} if family == "gpt_neo" else {}
+    hf_folders.change_config(tmp_path / "m", model_type=family, **layers)
+    with pytest.raises(QuantlabError, match="no attention that can be replaced") as caught:
+        TorchBackend(tmp_path / "m", Capacity(n_ctx=8), device="cpu", threads=1)
+    assert "GGUF" in caught.value.hint
 
 
 # quantized folders
@@ -430,6 +601,11 @@ def test_quantized_weights_compute_what_they_mean(tmp_path: Path, folders: Path,
         assert loaded[quantized].bytes_read_per_token >= loaded[plain].bytes_read_per_token
     else:
         assert loaded[quantized].weight_bytes < 0.6 * loaded[plain].weight_bytes
+    if form == "gptq":
+        # Its kernels are not compiled; what others compile is.
+        compiled: list[object] = []
+        torch.compile(torch.sin, backend=lambda graph, _: compiled.append(graph) or graph.forward)(torch.ones(1))
+        assert compiled
 
 
 @pytest.mark.gpu

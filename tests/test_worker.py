@@ -44,6 +44,12 @@ def die(spec: int, channel: Channel) -> object:
     return None
 
 
+def die_in_a_message(spec: object, channel: Channel) -> object:
+    channel._output.write(b'{"kind": "result", "va')
+    channel._output.flush()
+    return die(signal.SIGKILL, channel)
+
+
 def crash(spec: object, channel: Channel) -> object:
     raise ZeroDivisionError("a bug")
 
@@ -93,6 +99,11 @@ def test_an_error_of_the_child_is_raised_with_its_hint() -> None:
 def test_a_killed_child_is_an_error_that_names_the_signal(number: signal.Signals) -> None:
     with pytest.raises(QuantlabError, match=f"{number.name}.*last words"):
         run_in_child(f"{HERE}:die", number)
+
+
+def test_a_child_killed_in_the_middle_of_a_message_is_the_same_error() -> None:
+    with pytest.raises(QuantlabError, match=r"SIGKILL.*last words"):
+        run_in_child(f"{HERE}:die_in_a_message", None)
 
 
 def test_a_bug_in_the_child_is_an_error_with_its_last_lines() -> None:

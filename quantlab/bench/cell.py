@@ -44,17 +44,23 @@ class Ready(msgspec.Struct, frozen=True):
 class Repeated(msgspec.Struct, frozen=True):
     """One repetition: a Generation for each request, and the CPU seconds of this process.
 
-    `plain` holds the same requests decoded by the library's own loop, where it has one.
+    `plain` holds the same requests decoded by the library's own loop, where it has one, and `no_graph` why the model's
+    steps were no CUDA graph, where they might have been.
     """
 
     generations: list[Generation]
     cpu_s: float
     plain: list[Generation] = []
+    no_graph: str | None = None
 
 
 @runtime_checkable
 class DecodesPlainly(Protocol):
-    """A backend with a second way to decode: its library's own loop."""
+    """A backend with a second way to decode: its library's own loop. The first is a CUDA graph, or `no_graph` tells."""
+
+    @property
+    def no_graph(self) -> str | None:
+        """Why the steps of the last `generate` on CUDA were no graph."""
 
     def generate_plain(self, requests: Sequence[Request]) -> list[Generation]:
         """Greedy decoding as the library's users call it."""
@@ -94,12 +100,13 @@ def work(job_json: object, channel: Channel) -> Memory:
 
 def _prompt_length(spec: BenchSpec, path: Path) -> int:
     """Tokens of each prompt; for a prompt as it is, the tokenizer must be asked before the context can be made."""
-    from quantlab.runtime.loading import opened
+    from quantlab.runtime.loading import vocabulary
 
     if spec.prompt_tokens:
         return spec.prompt_tokens[0]
-    with opened(path, Capacity(n_ctx=1, n_batch=1), device="cpu", threads=1) as backend:
-        return len(workloads.prompts(backend, spec)[0][0])
+    # Without the weights: they would count in the peak.
+    with vocabulary(path) as speaks:
+        return workloads.whole_length(speaks, spec)
 
 
 class _Cell:
@@ -116,8 +123,10 @@ class _Cell:
         before = time.process_time()
         generations = backend.generate(requests)
         plain: list[Generation] = []
+        no_graph = None
         if isinstance(backend, DecodesPlainly):
+            no_graph = backend.no_graph
             self.memory = self.memory or backend.memory()
             backend.reset()
             plain = backend.generate_plain(requests)
-        return Repeated(generations, time.process_time() - before, plain)
+        return Repeated(generations, time.process_time() - before, plain, no_graph)

@@ -35,7 +35,7 @@ _CHILD = "quantlab.bench.cell:work"
 class Subject:
     """One model while its cell is measured; `positions` tells its turn in each round, from 0.
 
-    `plain` are the repetitions of the library's own decoding, where it has one.
+    `plain` are the repetitions of the library's own decoding, where it has one; `no_graph`: see `Repeated`.
     """
 
     index: int
@@ -43,6 +43,7 @@ class Subject:
     ready: Ready
     repetitions: list[list[Generation]] = field(default_factory=list)
     plain: list[list[Generation]] = field(default_factory=list)
+    no_graph: str | None = None
     positions: list[int] = field(default_factory=list)
     memory: Memory | None = None
 
@@ -91,6 +92,7 @@ class Session:
         self.contention.end(repeated.cpu_s)
         subject.repetitions.append(repeated.generations)
         subject.plain += [repeated.plain] if repeated.plain else []
+        subject.no_graph = subject.no_graph or repeated.no_graph
         subject.positions.append(position)
         self._advance()
 
@@ -187,6 +189,7 @@ def _warnings(subject: Subject, session: Session, found: dict[str, Measurement],
         *notices.of_generations(subject.repetitions, session.spec),
         *notices.of_loading(loaded, info),
         *notices.of_measurements(found, loaded),
+        *([notices.no_graph(subject.no_graph)] if subject.no_graph else []),
         *([notices.not_interleaved(len(session.spec.models))] if alone else []),
         *session.contention.notices(loaded.runtime.threads),
     ]

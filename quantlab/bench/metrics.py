@@ -130,6 +130,8 @@ def mean_depth(repetitions: Sequence[Repetition], prompt_tokens: int) -> float:
 def tpot_floor(loaded: Loaded, batch: int, depth: float, bytes_per_s: float) -> float:
     """Seconds that a decode step needs to read its bytes once: weights for all, KV of `depth` tokens for each sequence.
 
-    Not in it: computing, writing, and what a step of several sequences reads beyond one token's experts or rows.
+    A layer with a sliding window reads no more than the window; `depth` is a mean, so that the floor is a little high
+    where it lies near one. Not in it: computing, writing, and what a step of several sequences reads beyond one
+    token's experts or rows.
     """
-    return (loaded.bytes_read_per_token + batch * loaded.kv_bytes_per_token * depth) / bytes_per_s
+    return (loaded.bytes_read_per_token + batch * loaded.kv_bytes_read(depth)) / bytes_per_s

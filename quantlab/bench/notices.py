@@ -128,6 +128,16 @@ def _overhead(plain_s: float, tpot_s: float) -> Iterator[Notice]:
         )
 
 
+def no_graph(reason: str) -> Notice:
+    """Steps on CUDA that had to be launched kernel by kernel."""
+    return Notice(
+        "no-cuda-graph",
+        f"steps were launched kernel by kernel, without a CUDA graph ({reason}): TPOT holds the launches too, which "
+        "hide what a kernel gains or loses",
+        "compare it with no model that ran as a graph",
+    )
+
+
 def not_interleaved(models: int) -> Notice:
     """Models that had to be measured one after another."""
     return Notice(

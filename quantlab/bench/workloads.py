@@ -15,6 +15,7 @@ from quantlab.bench.spec import BenchSpec
 from quantlab.core.corpus import load_text
 from quantlab.core.errors import UsageError
 from quantlab.runtime.backend import Backend, Tokens
+from quantlab.runtime.loading import Vocabulary
 
 # English first; the others make long prompts possible.
 BUILTIN = ("builtin_en", "builtin_chat", "builtin_code")
@@ -25,15 +26,23 @@ def prompts(backend: Backend, spec: BenchSpec) -> list[list[Tokens]]:
 
     Control tokens count in the user's text, as HF tokenizers read them.
     """
-    if spec.prompt is None:
-        ids = backend.encode("\n\n".join(load_text(name).raw for name in BUILTIN))
-    else:
-        ids = backend.encode(spec.prompt, special=True)
-    loaded, batch = backend.describe(), spec.batch[0]
+    ids, loaded, batch = _ids(backend, spec), backend.describe(), spec.batch[0]
     repetitions = spec.warmup + spec.repeats
     length = spec.prompt_tokens[0] if spec.prompt_tokens else None
     flat = slices(ids, loaded.bos if loaded.adds_bos else None, length, repetitions * batch, spec.seed)
     return [flat[k * batch : (k + 1) * batch] for k in range(repetitions)]
+
+
+def whole_length(vocabulary: Vocabulary, spec: BenchSpec) -> int:
+    """Tokens of the prompt that is a text as it is."""
+    bos = vocabulary.bos if vocabulary.adds_bos else None
+    return len(slices(_ids(vocabulary, spec), bos, None, 1, spec.seed)[0])
+
+
+def _ids(speaker: Backend | Vocabulary, spec: BenchSpec) -> Tokens:
+    if spec.prompt is None:
+        return speaker.encode("\n\n".join(load_text(name).raw for name in BUILTIN))
+    return speaker.encode(spec.prompt, special=True)
 
 
 def slices(ids: Tokens, bos: int | None, prompt_tokens: int | None, count: int, seed: int) -> list[Tokens]:

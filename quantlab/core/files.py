@@ -111,7 +111,7 @@ def written_folder(path: Path, *, replace: bool = False) -> Iterator[Path]:
     """Yield a temporary folder beside `path`; on success flush its files and rename it, on any failure remove it.
 
     With `replace` a folder that is there gives way at the end; else QuantlabError is raised, at the start or at the
-    end.
+    end. Whoever may read what this process writes may read the files: safetensors makes its own for the owner alone.
     """
     temporary, old = partial_of(path), partial_of(path, _OLD)
     try:
@@ -121,9 +121,11 @@ def written_folder(path: Path, *, replace: bool = False) -> Iterator[Path]:
         if path.exists() and not replace:
             raise QuantlabError(f"`{path}` exists", "remove it, or choose another place")
         temporary.mkdir()
+        mode = temporary.stat().st_mode & 0o666
         yield temporary
         for file in temporary.rglob("*"):
-            if file.is_file():
+            if file.is_file() and not file.is_symlink():
+                file.chmod(mode)
                 with file.open("rb+") as opened:
                     os.fsync(opened.fileno())
         if replace and path.exists():

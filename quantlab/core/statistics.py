@@ -1,17 +1,20 @@
 """Statistics derived from raw samples: one definition each, with its uncertainty.
 
-Intervals are Student-t on the mean; ratios are formed on logarithms, so that A/B and B/A agree.
+Intervals are Student-t on the mean; ratios are formed on logarithms, so that A/B and B/A agree. Samples that follow one
+another in time, as the requests of a queue, are alike: `batch_means_interval` and `bootstrap_interval` allow for it.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import statistics
 from collections.abc import Sequence
 from typing import NamedTuple
 
 CONFIDENCE = 0.95
+_RESAMPLES = 500
 
 
 class Interval(NamedTuple):
@@ -56,6 +59,46 @@ def mean_interval(samples: Sequence[float]) -> Interval:
         return Interval(mean, None, None)
     half = _t_quantile(len(samples) - 1) * statistics.stdev(samples) / math.sqrt(len(samples))
     return Interval(mean, mean - half, mean + half)
+
+
+def batch_means_interval(samples: Sequence[float], batches: int = 10) -> Interval:
+    """The mean of samples in their order of time, with the Student-t interval of the means of `batches` equal parts.
+
+    What does not divide evenly goes to the last part. Without limits for fewer than two samples a part (Conway 1963).
+    """
+    size = len(samples) // batches
+    mean = statistics.fmean(samples)
+    if size < 2:
+        return Interval(mean, None, None)
+    starts = [i * size for i in range(batches)] + [len(samples)]
+    means = [statistics.fmean(samples[a:b]) for a, b in itertools.pairwise(starts)]
+    half = _t_quantile(batches - 1) * statistics.stdev(means) / math.sqrt(batches)
+    return Interval(mean, mean - half, mean + half)
+
+
+def bootstrap_interval(samples: Sequence[float], percent: float | None = None, *, seed: int = 0) -> Interval:
+    """A percentile (None: the mean) of samples in their order of time, with its bootstrap percentile interval.
+
+    Blocks of neighbours are drawn, around the end, so that what is alike in time stays together (Politis and Romano
+    1992). No limit can lie beyond the largest sample: a P99 of fewer than 300 samples has an upper one that is too low.
+    Without limits for fewer than two samples.
+    """
+    import numpy as np
+
+    n = len(samples)
+    estimate = statistics.fmean(samples) if percent is None else percentile(samples, percent)
+    if n < 2:
+        return Interval(estimate, None, None)
+    length = max(1, round(n ** (1 / 3)))
+    rng = np.random.default_rng(seed)
+    values = np.asarray(samples, np.float64)
+    drawn = []
+    for _ in range(_RESAMPLES):
+        starts = rng.integers(0, n, -(-n // length))
+        picked = values[((starts[:, None] + np.arange(length)) % n).ravel()[:n]]
+        drawn.append(float(picked.mean() if percent is None else np.percentile(picked, percent)))
+    tail = 50 * (1 - CONFIDENCE)
+    return Interval(estimate, percentile(drawn, tail), percentile(drawn, 100 - tail))
 
 
 def geometric_mean_interval(samples: Sequence[float]) -> Interval:

@@ -7,7 +7,7 @@ tests/backend_contract.py.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -56,6 +56,13 @@ class Loaded:
     chat_template: str | None
     # Layers that are stored quantized but held in 16 or 32 bits, by the type that is stored.
     decompressed: dict[str, int] = field(default_factory=dict)
+    # Of `kv_bytes_per_token` what is of layers that look only so far back: (tokens, bytes per token).
+    windowed_kv: tuple[tuple[int, int], ...] = ()
+
+    def kv_bytes_read(self, depth: float) -> float:
+        """Bytes of keys and values that a token reads which attends to `depth` tokens."""
+        unseen = sum(size * max(0.0, depth - window) for window, size in self.windowed_kv)
+        return self.kv_bytes_per_token * depth - unseen
 
 
 @dataclass
@@ -174,18 +181,20 @@ class Backend(Protocol):
         """Free the model. Calling it again does nothing."""
 
 
-def generate_static(backend: Backend, requests: Sequence[Request]) -> list[Generation]:
+def generate_static(
+    backend: Backend, requests: Sequence[Request], now: Callable[[], float] = time.perf_counter
+) -> list[Generation]:
     """Greedy decoding on any backend: all prompts in full batches, then all sequences step by step.
 
     A static batch answers as a whole: the first tokens are handed out when the last prompt is done, so that TTFT is
     the prefill of the whole batch and no gap between two tokens holds the prefill of another request. A time stamp
-    is taken when the token id is on the host.
+    is taken when the token id is on the host, by `now`.
     """
     eos = backend.describe().eos
-    start = time.perf_counter()
+    start = now()
     generations = [Generation(start) for _ in requests]
     tokens = prefill_all(backend, [request.prompt for request in requests])
-    alive = emit(tokens, list(range(len(requests))), requests, generations, eos)
+    alive = emit(tokens, list(range(len(requests))), requests, generations, eos, now_s=now())
     while alive:
         # One batch serves until a sequence ends, filled number by number: the weights of a step sweep the caches, and
         # numpy's own code, read from memory again for every token, would be felt in TPOT.
@@ -202,7 +211,7 @@ def generate_static(backend: Backend, requests: Sequence[Request]) -> list[Gener
                 step.tokens[i] = token
                 step.positions[i] += 1
             tokens = backend.forward(step).argmax(axis=1).tolist()
-            alive = emit(tokens, alive, requests, generations, eos)
+            alive = emit(tokens, alive, requests, generations, eos, now_s=now())
     return generations
 
 
@@ -229,9 +238,11 @@ def emit(
     requests: Sequence[Request],
     generations: list[Generation],
     eos: frozenset[int],
+    *,
+    now_s: float | None = None,
 ) -> list[int]:
-    """Stamp one token of each sequence in `seqs`; returns the sequences that go on."""
-    now = time.perf_counter()
+    """Stamp one token of each sequence in `seqs`, now or at `now_s`; returns the sequences that go on."""
+    now = time.perf_counter() if now_s is None else now_s
     alive = []
     for seq, token in zip(seqs, tokens, strict=True):
         generation, request = generations[seq], requests[seq]

@@ -20,7 +20,7 @@ from typing import Any, cast
 import numpy as np
 
 from quantlab.core import hardware
-from quantlab.core.artifact import gguf_shards
+from quantlab.core.artifact import content_sha256, gguf_shards
 from quantlab.core.errors import QuantlabError, UsageError, missing_extra, unknown_name
 from quantlab.core.gguf_file import TensorInfo, kv_bytes_per_token, read_header
 from quantlab.core.result import DEVICES, RuntimeInfo
@@ -88,11 +88,9 @@ class LlamaCppBackend:
         self._threads = threads or hardware.usable_cores()
         self._headers = [read_header(shard) for shard in gguf_shards(path)]
         self._offload = _offloads(device)
-        _log.clear()
-        lib.llama_log_set(_keep_log, None)
-        lib.llama_backend_init()
         self._load()
-        self._vocab = lib.llama_model_get_vocab(self._model)
+        self._vocabulary = _Vocabulary(self._model)
+        self._vocab = self._vocabulary.pointer
         self._n_vocab: int = lib.llama_vocab_n_tokens(self._vocab)
         self._kv = lib.llama_get_memory(self._context)
         self._lengths = [0] * capacity.n_seq
@@ -105,14 +103,7 @@ class LlamaCppBackend:
         self.reset()
 
     def _load(self) -> None:
-        model_params = lib.llama_model_default_params()
-        if not self._offload:
-            model_params.n_gpu_layers = 0
-        self._model = lib.llama_model_load_from_file(str(self._path).encode(), model_params)
-        if not self._model:
-            raise QuantlabError(
-                f"llama.cpp does not load `{self._path}`: {last_errors()}", "check it with `quantlab inspect`"
-            )
+        self._model = _load_model(self._path, {} if self._offload else {"n_gpu_layers": 0})
         if lib.llama_model_has_encoder(self._model) or not lib.llama_model_has_decoder(self._model):
             self.close()
             raise QuantlabError(f"`{self._path}` is no decoder-only language model", "give a causal language model")
@@ -146,7 +137,7 @@ class LlamaCppBackend:
         metadata = self._headers[0].metadata
         template = lib.llama_model_chat_template(self._model, None)
         tensors = [tensor for header in self._headers for tensor in header.tensors]
-        bos = lib.llama_vocab_bos(self._vocab)
+        kv_bytes = kv_bytes_per_token(self._headers[0])
         return Loaded(
             runtime=RuntimeInfo(
                 name="llamacpp",
@@ -161,23 +152,18 @@ class LlamaCppBackend:
             n_ctx_train=lib.llama_model_n_ctx_train(self._model),
             weight_bytes=sum(tensor.size_bytes for tensor in tensors),
             bytes_read_per_token=_bytes_read(tensors, metadata),
-            kv_bytes_per_token=kv_bytes_per_token(self._headers[0]),
-            bos=bos if bos >= 0 else None,
+            kv_bytes_per_token=kv_bytes,
+            windowed_kv=_windowed_kv(kv_bytes, lib.llama_model_n_swa(self._model)),
+            bos=self._vocabulary.bos,
             eos=frozenset(t for t in range(self._n_vocab) if lib.llama_vocab_is_eog(self._vocab, t)),
-            adds_bos=bool(lib.llama_vocab_get_add_bos(self._vocab)),
+            adds_bos=self._vocabulary.adds_bos,
             chat_template=template.decode("utf-8", "replace") if template else None,
         )
 
     def encode(self, text: str, *, special: bool = False, bos: bool = False) -> Tokens:
         """Token ids of `text`; see `Backend`."""
         self._require_open()
-        data = text.encode()
-        room = len(data) + 8
-        buffer = (lib.llama_token * room)()
-        n = lib.llama_tokenize(self._vocab, data, len(data), buffer, room, bos, special)
-        if n < 0:
-            raise QuantlabError(f"llama.cpp does not tokenize a text of {len(data)} bytes", "use a shorter text")
-        return np.frombuffer(memoryview(buffer), np.int32)[:n].copy()
+        return self._vocabulary.encode(text, special=special, bos=bos)
 
     def decode(self, tokens: Sequence[int] | Tokens) -> str:
         """The text of token ids, control tokens written out; see `Backend`."""
@@ -303,14 +289,9 @@ class LlamaCppBackend:
 
     @functools.cached_property
     def _identity(self) -> bytes:
-        """32 bytes that change with the weights, the library and the KV's layout."""
-        digest = hashlib.sha256(f"{_version()} {self._capacity.shared}".encode())
-        for shard, header in zip(gguf_shards(self._path), self._headers, strict=True):
-            with shard.open("rb") as file:
-                for tensor in header.tensors:
-                    file.seek(tensor.offset)
-                    digest.update(f"{tensor}".encode() + file.read(min(tensor.size_bytes, 512)))
-        return digest.digest()
+        """32 bytes that change with the file's content, the library and the KV's layout."""
+        named = f"{_version()} {self._capacity.shared} {content_sha256(self._path)}"
+        return hashlib.sha256(named.encode()).digest()
 
     def memory(self) -> Memory:
         """Bytes now and at the peak; llama.cpp allocates at load, so device peak and allocation are one number."""
@@ -343,6 +324,26 @@ class LlamaCppBackend:
         if self._model:
             lib.llama_model_free(self._model)
             self._model = None
+
+
+class _Vocabulary:
+    """The tokenizer of a model that llama.cpp holds."""
+
+    def __init__(self, model: Any) -> None:
+        self.pointer = lib.llama_model_get_vocab(model)
+        bos = lib.llama_vocab_bos(self.pointer)
+        self.bos: int | None = bos if bos >= 0 else None
+        self.adds_bos = bool(lib.llama_vocab_get_add_bos(self.pointer))
+
+    def encode(self, text: str, *, special: bool = False, bos: bool = False) -> Tokens:
+        """Token ids of `text`; see `Backend`."""
+        data = text.encode()
+        room = len(data) + 8
+        buffer = (lib.llama_token * room)()
+        n = lib.llama_tokenize(self.pointer, data, len(data), buffer, room, bos, special)
+        if n < 0:
+            raise QuantlabError(f"llama.cpp does not tokenize a text of {len(data)} bytes", "use a shorter text")
+        return np.frombuffer(memoryview(buffer), np.int32)[:n].copy()
 
 
 class _BatchArrays:
@@ -379,6 +380,30 @@ def opened(
         yield backend
     finally:
         backend.close()
+
+
+@contextlib.contextmanager
+def opened_vocabulary(path: Path) -> Iterator[_Vocabulary]:
+    """Open the tokenizer of a GGUF file, without its weights, and close it at the end."""
+    model = _load_model(path, {"vocab_only": True})
+    try:
+        yield _Vocabulary(model)
+    finally:
+        lib.llama_model_free(model)
+
+
+def _load_model(path: Path, settings: dict[str, Any]) -> Any:
+    """The model's pointer; `settings` are fields of llama_model_params."""
+    _log.clear()
+    lib.llama_log_set(_keep_log, None)
+    lib.llama_backend_init()
+    params = lib.llama_model_default_params()
+    for name, value in settings.items():
+        setattr(params, name, value)
+    model = lib.llama_model_load_from_file(str(path).encode(), params)
+    if not model:
+        raise QuantlabError(f"llama.cpp does not load `{path}`: {last_errors()}", "check it with `quantlab inspect`")
+    return model
 
 
 def _offloads(device: str) -> bool:
@@ -424,6 +449,16 @@ def _kernels(n_tensors: int) -> dict[str, int]:
         kernels[kept[3]] = int(kept[1]) + 1
         kernels[kept[2]] = n_tensors - int(kept[1]) - 1
     return {name: n for name, n in kernels.items() if n > 0} or {"CPU": n_tensors}
+
+
+def _windowed_kv(kv_bytes: int, window: int) -> tuple[tuple[int, int], ...]:
+    """See `Loaded`: how many layers have the window llama.cpp's log tells; they count alike in `kv_bytes`."""
+    said = " ".join(text for _, text in _log)
+    whole, windowed = (
+        int(found[1]) if (found := re.search(rf"creating +{kind} KV cache.*?cells, *(\d+) layers", said)) else 0
+        for kind in ("non-SWA", "SWA")
+    )
+    return ((window, kv_bytes * windowed // (whole + windowed)),) if window and windowed else ()
 
 
 def _buffers() -> list[tuple[str, int]]:

@@ -6,14 +6,25 @@ import contextlib
 import importlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Protocol
 
 from quantlab.core.errors import UsageError
-from quantlab.core.hf_config import quantization
-from quantlab.runtime.backend import Backend, Capacity
+from quantlab.core.hf_config import quantization, text_config
+from quantlab.runtime.backend import Backend, Capacity, Tokens
 
 # What transformers imports late, by itself or for a folder quantized with a method.
 _LATE = ("transformers.modeling_utils", "transformers.models.auto.tokenization_auto")
 _LATE_FOR = {"gptq": "gptqmodel", "awq": "gptqmodel", "compressed-tensors": "compressed_tensors"}
+
+
+class Vocabulary(Protocol):
+    """A model's tokenizer: as in `Backend` and `Loaded`."""
+
+    bos: int | None
+    adds_bos: bool
+
+    def encode(self, text: str, *, special: bool = False, bos: bool = False) -> Tokens:
+        """Token ids of `text`."""
 
 
 def import_runtime(path: Path) -> None:
@@ -62,3 +73,17 @@ def opened(
         yield backend
     finally:
         backend.close()
+
+
+@contextlib.contextmanager
+def vocabulary(path: Path) -> Iterator[Vocabulary]:
+    """Open the tokenizer of a model, without its weights."""
+    if path.is_dir():
+        from quantlab.runtime.torch.vocabulary import Vocabulary as OfFolder
+
+        yield OfFolder(path, text_config(path).get("vocab_size") or 0)
+        return
+    from quantlab.runtime.llamacpp import opened_vocabulary
+
+    with opened_vocabulary(path) as of_file:
+        yield of_file

@@ -1,4 +1,7 @@
-"""Programs that end with us: no process that quantlab starts outlives it, whatever ends it, nor does what they start.
+"""Programs that end with us: no process that quantlab starts outlives it, whatever ends it.
+
+Nor does what such a program starts, as long as it stays in its group; what leaves it (setsid, setpgid: a daemon) is
+not followed and lives on.
 
 A program runs in a process group of its own. A second member of that group, the guard, does nothing but wait for the
 end of a pipe whose other end this process holds; the system closes it when this process is gone, and the guard kills
@@ -85,7 +88,7 @@ class Process:
         self.end()
 
     def end(self) -> None:
-        """Kill the program and all that it started; returns when the program is gone."""
+        """Kill the program and all that is in its group; returns when the program is gone."""
         _running.discard(self.pid)
         # Once waited for, the program's id may be another's; the guard kills what it left.
         if self._popen.poll() is None:

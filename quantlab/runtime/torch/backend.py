@@ -65,7 +65,7 @@ class TorchBackend:
             raise UsageError(f"{capacity} has a size below 1", "give sizes from 1 on")
         load.check_threads(threads)
         torch.set_num_threads(threads or hardware.usable_cores())
-        model = Model(path, device, dtype, exact=exact)
+        model = Model(path, device, dtype, n_ctx=capacity.n_ctx, exact=exact)
         self._capacity = capacity
         self._vocabulary = Vocabulary(path, model.n_vocab)
         model.require_room(capacity.n_seq * blocks_of(capacity.n_ctx) * BLOCK_TOKENS)
@@ -101,6 +101,7 @@ class TorchBackend:
             weight_bytes=weights.weight_bytes(model.network),
             bytes_read_per_token=weights.bytes_read_per_token(model.network),
             kv_bytes_per_token=model.kv_bytes_per_token,
+            windowed_kv=model.windowed_kv,
             bos=vocabulary.bos,
             eos=frozenset(token for token in eos if 0 <= token < model.n_vocab),
             adds_bos=vocabulary.adds_bos,
@@ -231,6 +232,11 @@ class TorchBackend:
             self._lengths[seq] += len(generation.tokens) - 1
             self._blocks.truncate(seq, self._lengths[seq])
         return generations
+
+    @property
+    def no_graph(self) -> str | None:
+        """Why the steps of the last `generate` on CUDA were launched kernel by kernel."""
+        return self._decoder.no_graph
 
     def generate_plain(self, requests: Sequence[Request]) -> list[Generation]:
         """The same requests by transformers' own `generate`, launched kernel by kernel; sequences stay empty."""

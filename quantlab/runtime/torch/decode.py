@@ -59,34 +59,42 @@ class StaticDecoder:
     def __init__(self, network: Any, storage: Storage, blocks: Blocks) -> None:
         self._network, self._storage, self._blocks = network, storage, blocks
         self._captured: _Captured | None = None
+        self._failed: dict[tuple[int, int], str] = {}
+        # Why the last batch on CUDA was not captured.
+        self.no_graph: str | None = None
 
     def ready(self, requests: Sequence[Request]) -> bool:
         """Capture the steps of a batch whose sequences are empty, and give these their blocks.
 
         False, and nothing is given, without CUDA, where a sequence cannot be at home, and where kernels wait for the
-        host in the middle of a step.
+        host in the middle of a step: then `no_graph` tells why, and batches of that size are not tried again.
         """
+        self.no_graph = None
         if self._storage.keys[0].device.type != "cuda":
             return False
         needs = [len(request.prompt) + request.max_new_tokens for request in requests]
         for seq, need in enumerate(needs):
             self._blocks.extend(seq, 0, need)
         size = (len(requests), blocks_of(max(needs)) * BLOCK_TOKENS)
-        if all(self._blocks.at_home(seq) for seq in range(len(requests))) and self._capture(*size):
+        if not all(self._blocks.at_home(seq) for seq in range(len(requests))):
+            self.no_graph = "the blocks of a sequence are not in one place"
+        elif self._capture(size):
             return True
         for seq in range(len(requests)):
             self._blocks.truncate(seq, 0)
         return False
 
-    def _capture(self, n: int, length: int) -> bool:
-        if self._captured is None or self._captured.size != (n, length):
+    def _capture(self, size: tuple[int, int]) -> bool:
+        if size not in self._failed and (self._captured is None or self._captured.size != size):
             # The old graph's memory goes first.
             self._captured = None
             try:
-                self._captured = _Captured(self._network, self._storage, self._blocks.per_seq, (n, length))
-            except RuntimeError:
+                self._captured = _Captured(self._network, self._storage, self._blocks.per_seq, size)
+            except RuntimeError as error:
+                self._failed[size] = next(iter(str(error).splitlines()), repr(error))
                 torch.cuda.synchronize()
-        return self._captured is not None
+        self.no_graph = self._failed.get(size)
+        return self.no_graph is None
 
     def begin(self, tokens: list[int], requests: Sequence[Request]) -> None:
         """The first new token of each request, whose prompt is in the cache."""

@@ -12,7 +12,10 @@ from typing import Any
 
 from quantlab.core.artifact import read_json, safetensors_files, safetensors_header
 from quantlab.core.errors import QuantlabError, UsageError, missing_extra, unknown_name
+from quantlab.core.files import os_error
+from quantlab.core.hardware import FP8_CAPABILITY
 from quantlab.core.result import DEVICES
+from quantlab.runtime.worker import out_of_memory
 
 # Before transformers is imported: a local folder needs no network.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -36,7 +39,7 @@ _EXACT = {"gptq": "gptq_torch", "awq": "torch_awq"}
 
 
 class FolderError(QuantlabError):
-    """The folder itself does not load, on any machine."""
+    """The folder itself does not load, on any machine; the message does not name it, since it may yet be renamed."""
 
 
 def device_named(name: str) -> torch.device:
@@ -82,25 +85,33 @@ def quiet() -> Iterator[None]:
         yield
 
 
-def load_config(folder: Path) -> Any:
-    """The configuration of a folder; refuses what is no causal language model of transformers itself."""
+def load_config(folder: Path, *, attention: str | None = None) -> Any:
+    """The configuration of a folder, for a model that attends by `attention`, or as transformers chooses where None.
+
+    Refuses what is no causal language model of transformers itself.
+    """
     content = read_json(folder / "config.json")
     for file in safetensors_files(folder):
         safetensors_header(file)
     try:
         config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
+    except Exception as error:
+        # Every family's own class raises what it likes.
         hint = (
             "its own code is not run; quantlab loads what transformers knows"
             if "auto_map" in content
             else (f"transformers {transformers.__version__} does not know it; a newer one may")
         )
-        raise QuantlabError(f"`{folder / 'config.json'}`: {reason}", hint) from error
+        raise machine_error(error, folder) or QuantlabError(
+            f"`{folder / 'config.json'}`: {_first_line(error)}", hint
+        ) from error
     if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
         raise QuantlabError(
             f"`{folder}` ({config.model_type}) is no decoder-only language model", "give a causal language model"
         )
+    if attention is not None:
+        # Its setter reaches the configurations within, as transformers itself sets it.
+        config._attn_implementation = attention
     return config
 
 
@@ -110,35 +121,34 @@ def load_model(
     dtype: torch.dtype,
     device: torch.device,
     *,
-    attention: str | None = None,
     exact: bool = False,
     strict: bool = False,
 ) -> Any:
-    """The model in evaluation mode, with transformers' own `attention` where None.
+    """The model of `config` (load_config) in evaluation mode.
 
-    `exact`: 4-bit weights are multiplied in float32 where `dtype` is. FolderError where the weights lack a tensor of
-    the model, or, if `strict`, hold one that the model has no place for; QuantlabError where it is this machine that
-    cannot load it.
+    `exact`: 4-bit weights are multiplied in float32 where `dtype` is. QuantlabError where the folder does not load,
+    its weights lack a tensor of the model, or this machine cannot load it. With `strict` it is a FolderError where the
+    folder is at fault, and so is a tensor that the model has no place for.
     """
     method = config_method(config)
     exact = exact and dtype == torch.float32 and method in _EXACT
     if exact:
         config.quantization_config["backend"] = _EXACT[str(method)]
-        # gptqmodel compiles the unpacking of each shape, seconds each: more than a perplexity run wins by it.
-        torch.compiler.set_stance("force_eager")
-    model, info = _from_pretrained(folder, config, dtype, device, attention)
-    _refuse_keys(folder, type(model).__name__, info, strict=strict)
+    try:
+        model, info = _from_pretrained(folder, config, dtype, device)
+        _refuse_keys(type(model).__name__, info, strict=strict)
+    except FolderError as error:
+        if strict:
+            raise
+        raise QuantlabError(f"`{folder}`: {error.message}", error.hint) from error
     if exact and method == "gptq":
-        _widen_scales(model)
+        _widen_gptq(model)
     elif exact:
         _widen_awq(model)
     return model.eval()
 
 
-def _from_pretrained(
-    folder: Path, config: Any, dtype: torch.dtype, device: torch.device, attention: str | None
-) -> tuple[Any, dict[str, Any]]:
-    chosen = {} if attention is None else {"attn_implementation": attention}
+def _from_pretrained(folder: Path, config: Any, dtype: torch.dtype, device: torch.device) -> tuple[Any, dict[str, Any]]:
     try:
         with quiet():
             model, info = transformers.AutoModelForCausalLM.from_pretrained(
@@ -152,47 +162,57 @@ def _from_pretrained(
                 # They are named by _refuse_keys.
                 ignore_mismatched_sizes=True,
                 output_loading_info=True,
-                **chosen,
             )
     except ImportError as error:
         raise QuantlabError(
             f"transformers does not load `{folder}`: {_first_line(error)}", "see `quantlab engines` for what it needs"
         ) from error
-    except torch.OutOfMemoryError as error:
-        raise QuantlabError(
-            f"`{folder}` does not fit in the memory of `{device.type}`", "use a smaller model, or `--device cpu`"
-        ) from error
     except Exception as error:
         # Every method's own loader raises what it likes.
-        raise FolderError(
-            f"transformers does not load `{folder}`: {_first_line(error)}", "check it with `quantlab inspect`"
+        reason = _first_line(error).replace(str(folder), "the folder")
+        raise machine_error(error, folder) or FolderError(
+            f"transformers does not load it: {reason}", "check it with `quantlab inspect`"
         ) from error
     return model, info
 
 
-def _refuse_keys(folder: Path, kind: str, info: dict[str, Any], *, strict: bool) -> None:
+def machine_error(error: Exception, folder: Path) -> QuantlabError | None:
+    """The error to raise where a folder's load failed for want of memory, in the system or in CUDA; else None."""
+    if out_of_memory(error):
+        return QuantlabError(f"`{folder}` does not fit in memory", "use a smaller model, or `--device cpu`")
+    # transformers raises OSError for a folder's faults too, but without a number of the system's.
+    if isinstance(error, OSError) and error.errno:
+        return os_error(error, folder)
+    if "CUDA error" in str(error):
+        return QuantlabError(f"`{folder}`: {_first_line(error)}", "see `quantlab doctor`, or use `--device cpu`")
+    return None
+
+
+def _refuse_keys(kind: str, info: dict[str, Any], *, strict: bool) -> None:
     """Refuse weights that are not those of a model of class `kind`."""
     if other := sorted(info["mismatched_keys"]):
         name, stored, wanted = other[0]
         raise FolderError(
-            f"`{folder}` has {len(other)} tensors of another shape than config.json says, first `{name}`: "
+            f"it has {len(other)} tensors of another shape than config.json says, first `{name}`: "
             f"{tuple(stored)} instead of {tuple(wanted)}",
             "download the folder again",
         )
     if lacking := sorted(info["missing_keys"]):
         raise FolderError(
-            f"`{folder}` lacks {len(lacking)} tensors of {kind}, first `{lacking[0]}`",
+            f"it lacks {len(lacking)} tensors of {kind}, first `{lacking[0]}`",
             "transformers would fill them with random numbers; download the folder again",
         )
     if strict and (spare := sorted(info["unexpected_keys"])):
-        raise FolderError(f"`{folder}` has {len(spare)} tensors that {kind} has no place for, first `{spare[0]}`")
+        raise FolderError(f"it has {len(spare)} tensors that {kind} has no place for, first `{spare[0]}`")
 
 
-def _widen_scales(model: Any) -> None:
+def _widen_gptq(model: Any) -> None:
     """Unpacked weights have the dtype of their scales: a product of float16 would be rounded once more."""
     for module in model.modules():
         if isinstance(getattr(module, "scales", None), torch.Tensor):
             module.scales = module.scales.float()
+            # gptqmodel compiles the unpacking of each shape, seconds each: more than a perplexity run wins by it.
+            vars(module).pop("dequantize_weight", None)
 
 
 def _widen_awq(model: Any) -> None:
@@ -221,7 +241,8 @@ def config_method(config: Any) -> str | None:
 def keep_fp8(config: Any, dtype: torch.dtype, device: torch.device) -> None:
     """FP8 stays FP8 where the GPU multiplies it; elsewhere it is decompressed."""
     if config_method(config) == "compressed-tensors" and device.type == "cuda" and dtype == torch.bfloat16:
-        able = torch.cuda.get_device_capability() >= (8, 9)
+        major, minor = torch.cuda.get_device_capability()
+        able = float(f"{major}.{minor}") >= FP8_CAPABILITY
         quantization = config.quantization_config
         quantization["use_optimized_inference"] = able and _is_fp8_by_rows(quantization)
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import collections
 import gc
 import hashlib
-import struct
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,24 +15,27 @@ import torch
 import transformers
 
 from quantlab.core import hardware
-from quantlab.core.artifact import safetensors_files, safetensors_header
+from quantlab.core.artifact import content_sha256
 from quantlab.core.errors import QuantlabError
 from quantlab.runtime.backend import Logits, Memory
-from quantlab.runtime.torch import attention, load
+from quantlab.runtime.torch import attention, load, rope
+from quantlab.runtime.worker import out_of_memory
 
 VERSION = f"{torch.__version__}, transformers {transformers.__version__}"
 
 
 class Model:
-    """The causal language model of a folder; `network` is transformers' own."""
+    """The causal language model of a folder, for texts of `n_ctx` tokens; `network` is transformers' own."""
 
-    def __init__(self, path: Path, device: str, dtype: str, *, exact: bool) -> None:
+    def __init__(self, path: Path, device: str, dtype: str, *, n_ctx: int, exact: bool) -> None:
         self.path, self.device = path, load.device_named(device)
-        config = load.load_config(path)
+        config = load.load_config(path, attention=attention.NAME)
+        _require_attention(config, path)
         wanted = load.dtype_named(dtype, self.device, config)
         attention.register()
         load.keep_fp8(config, wanted, self.device)
-        self.network: Any = load.load_model(path, config, wanted, self.device, attention=attention.NAME, exact=exact)
+        self.network: Any = load.load_model(path, config, wanted, self.device, exact=exact)
+        rope.settle(self.network, n_ctx)
         # A method's loader may have chosen another.
         self.dtype = self.network.dtype
         self.config: Any = self.network.config.get_text_config()
@@ -40,7 +44,7 @@ class Model:
         # Its sampling settings would rule `generate`.
         self.network.generation_config = transformers.GenerationConfig()
         with load.quiet():
-            self.kv_shapes, self.kv_dtype = self._probe()
+            self.kv_shapes, self.kv_dtype, self._kv_windows = self._probe()
         if self.device.type == "cuda":
             # What loading needed for a moment is no part of the run's peak.
             gc.collect()
@@ -53,8 +57,16 @@ class Model:
         itemsize: int = self.kv_dtype.itemsize
         return sum(heads * (k + v) for heads, k, v in self.kv_shapes) * itemsize
 
-    def _probe(self) -> tuple[list[tuple[int, int, int]], torch.dtype]:
-        """(KV heads, key size, value size) of each layer, from a step of one token, and the dtype of the KV.
+    @property
+    def windowed_kv(self) -> tuple[tuple[int, int], ...]:
+        """See `Loaded`."""
+        sizes: collections.Counter[int] = collections.Counter()
+        for (heads, k, v), window in zip(self.kv_shapes, self._kv_windows, strict=True):
+            sizes[window or 0] += heads * (k + v) * self.kv_dtype.itemsize
+        return tuple((window, size) for window, size in sorted(sizes.items()) if window)
+
+    def _probe(self) -> tuple[list[tuple[int, int, int]], torch.dtype, list[int | None]]:
+        """From a step of one token (KV heads, key size, value size) of each layer, the KV's dtype, and each window.
 
         Weights that a library decompresses at the first step are decompressed after it.
         """
@@ -71,7 +83,8 @@ class Model:
                 f"`{self.path}` ({self.config.model_type}): {what}",
                 "the torch runtime computes attention to all tokens or to a sliding window; try a GGUF of it",
             )
-        return [probe.shapes[i] for i in range(n_layers)], probe.dtype
+        layers = range(n_layers)
+        return [probe.shapes[i] for i in layers], probe.dtype, [probe.windows[i] for i in layers]
 
     def _windows(self) -> dict[int, int | None]:
         """How far each layer looks back by config.json, where it names layers; -1 for what is not computed."""
@@ -92,12 +105,15 @@ class Model:
                 keep = torch.tensor(wanted, device=self.device)
                 logits = self.network(**named, logits_to_keep=keep).logits[0]
                 return np.asarray(logits.float().cpu().numpy())
-        except torch.OutOfMemoryError as error:
-            raise QuantlabError(
-                f"a step of {len(tokens)} tokens does not fit in the memory of `{self.device.type}`",
-                "use a smaller batch or `--n-ctx`",
-            ) from error
-        except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
+        except QuantlabError:
+            raise
+        except Exception as error:
+            # Every model's own code raises what it likes.
+            if out_of_memory(error):
+                raise QuantlabError(
+                    f"a step of {len(tokens)} tokens does not fit in the memory of `{self.device.type}`",
+                    "use a smaller batch or `--n-ctx`",
+                ) from error
             reason = next(iter(str(error).splitlines()), "") or repr(error)
             raise QuantlabError(
                 f"torch fails a step of {len(tokens)} tokens of `{self.path.name}`: {reason}",
@@ -133,18 +149,21 @@ class Model:
         return Memory(allocated, reserved, peak, hardware.process_bytes(), hardware.peak_process_bytes())
 
     def identity(self) -> bytes:
-        """32 bytes that change with the weights, the libraries and the dtypes."""
-        digest = hashlib.sha256(f"{VERSION} {self.dtype} {self.kv_dtype}".encode())
-        digest.update((self.path / "config.json").read_bytes())
-        for path in safetensors_files(self.path):
-            header = safetensors_header(path)
-            with path.open("rb") as file:
-                start = 8 + struct.unpack("<Q", file.read(8))[0]
-                for name, entry in header.items():
-                    begin, end = entry["data_offsets"]
-                    file.seek(start + begin)
-                    digest.update(f"{name} {entry}".encode() + file.read(min(end - begin, 512)))
-        return digest.digest()
+        """32 bytes that change with the folder's content, the libraries, the dtypes and the factors of RoPE."""
+        named = f"{VERSION} {self.dtype} {self.kv_dtype} {content_sha256(self.path)}"
+        return hashlib.sha256(named.encode() + rope.factors(self.network)).digest()
+
+
+def _require_attention(config: Any, path: Path) -> None:
+    """Refuse a model whose code never asks for an attention by its name."""
+    kind = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    kind = kind[0] if isinstance(kind, tuple) else kind
+    asks = hasattr(sys.modules[kind.__module__], "ALL_ATTENTION_FUNCTIONS")
+    if not (asks or getattr(kind, "_supports_attention_backend", False)):
+        raise QuantlabError(
+            f"`{path}`: `{kind.__name__}` has no attention that can be replaced, as the torch runtime must",
+            "its weights are not at fault: try a GGUF of it",
+        )
 
 
 def _eos(network: Any) -> frozenset[int]:

@@ -12,15 +12,15 @@ import numpy as np
 import transformers
 
 from quantlab.core.artifact import read_json
-from quantlab.core.errors import QuantlabError, UsageError
+from quantlab.core.errors import UsageError
 from quantlab.runtime.backend import Tokens
-from quantlab.runtime.torch.load import quiet
+from quantlab.runtime.torch.load import FolderError, machine_error, quiet
 
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 def load_tokenizer(folder: Path) -> Any:
-    """The fast tokenizer of a folder; QuantlabError where transformers does not load it, or only a slow one."""
+    """The fast tokenizer of a folder; FolderError where transformers does not load it, or only a slow one."""
     kind, config = transformers.AutoTokenizer, folder / "tokenizer_config.json"
     if config.is_file() and read_json(config).get("tokenizer_class") == "TokenizersBackend":
         # The name that transformers 5 gives this class and writes; the AutoTokenizer of earlier ones does not know it.
@@ -32,7 +32,7 @@ def load_tokenizer(folder: Path) -> Any:
     except Exception as error:
         # The Rust tokenizer raises plain Exception for a damaged file.
         reason = next(iter(str(error).splitlines()), repr(error))
-        raise QuantlabError(
+        raise machine_error(error, folder) or FolderError(
             f"`{folder}` has no tokenizer that transformers loads: {reason}",
             "download tokenizer.json and tokenizer_config.json",
         ) from error

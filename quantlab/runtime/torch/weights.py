@@ -18,7 +18,7 @@ def kernels(model: Any) -> dict[str, int]:
     """Layers that multiply by a matrix, by part of the model and class: {"attention Linear": 120, ...}."""
     counts: collections.Counter[str] = collections.Counter()
     for name, module in model.named_modules():
-        if _multiplies(name, module):
+        if _multiplies(module):
             counts[f"{_part(name)} {type(module).__name__}"] += 1
     return dict(counts)
 
@@ -64,11 +64,10 @@ def decompressed(folder: Path, model: Any) -> dict[str, int]:
     return dict(counts)
 
 
-def _multiplies(name: str, module: Any) -> bool:
-    if isinstance(module, torch.nn.Embedding) or next(module.children(), None) is not None:
-        return False
+def _multiplies(module: Any) -> bool:
+    """Whether it holds a matrix of its own, or one for each expert; masks are kept with four dimensions."""
     tensors = [t for _, t in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]]
-    return any(tensor.dim() >= 2 for tensor in tensors)
+    return not isinstance(module, torch.nn.Embedding) and any(tensor.dim() in (2, 3) for tensor in tensors)
 
 
 def _part(name: str) -> str:
