@@ -62,6 +62,7 @@ docs-check: $(READY)
 
 bench: $(READY)
 	$(BIN)/python tests/benchmarks.py
+	$(BIN)/python tests/engine_benchmarks.py
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis
