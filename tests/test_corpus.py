@@ -148,6 +148,34 @@ def test_a_stand_in_in_the_data_folder_is_used_and_named_so(tmp_path: Path, monk
     assert [note.code for note in corpus.notes] == ["not-canonical"]
 
 
+@pytest.mark.parametrize("spoil", ["part", "mixed", "spaced", "chat"])
+def test_a_calibration_file_with_evaluation_text_in_it_is_refused(tmp_path: Path, spoil: str) -> None:
+    """Cut out of it, mixed into other text, with other white space, as the answers of a chat."""
+    evaluation, other = (load_text(name, "evaluation").raw for name in ("builtin_eval", "builtin_en"))
+    part = evaluation[500 : len(evaluation) // 2]
+    texts = {"part": part, "mixed": other + part, "spaced": part.replace(" ", "  ")}
+    path = tmp_path / ("mine.jsonl" if spoil == "chat" else "mine.txt")
+    chat = {"messages": [{"role": "user", "content": "go on"}, {"role": "assistant", "content": part}]}
+    path.write_text(json.dumps(chat) if spoil == "chat" else texts[spoil], encoding="utf-8")
+    with pytest.raises(UsageError, match=r"% of `mine.* is the evaluation text `builtin_eval`"):
+        load_text(str(path))
+    path.write_text(json.dumps({"text": other}) if spoil == "chat" else other, encoding="utf-8")
+    assert load_text(str(path)).raw
+
+
+def test_wikitexts_test_part_is_found_within_a_file_and_its_valid_part_is_none(
+    shared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("QUANTLAB_DATA", str(shared / "data" / "text"))
+    test, valid = ((shared / "data" / "text" / f"wiki.{part}.raw").read_text() for part in ("test", "valid"))
+    path = tmp_path / "mine.txt"
+    path.write_text(valid[:200_000] + test[50_000:80_000])
+    with pytest.raises(UsageError, match=r"1[0-9]% of `mine.txt` is the evaluation text `wikitext2`"):
+        load_text(str(path))
+    path.write_text(valid[:-10])
+    assert load_text(str(path)).raw
+
+
 def test_the_evaluation_text_under_the_name_of_calibration_text_is_refused(
     wiki_test: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

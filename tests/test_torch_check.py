@@ -120,6 +120,14 @@ def head_duplicated(artifact: Path) -> None:
     save_file(tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].copy()}, path, {"format": "pt"})
 
 
+def rewriting(name: str, change: Callable[[np.ndarray], np.ndarray]) -> Callable[[Path], None]:
+    return lambda artifact: rewrite(artifact, lambda n, t: change(t).astype(t.dtype) if n == name else t)
+
+
+def last_row_not_a_number(embedding: np.ndarray) -> np.ndarray:
+    return np.concatenate([embedding[:-1], np.full_like(embedding[-1:], np.nan)])
+
+
 def drop(name: str) -> Callable[[Path], None]:
     return lambda artifact: rewrite(artifact, lambda n, t: None if n == name else t)
 
@@ -162,8 +170,8 @@ GARBAGE: dict[str, tuple[str, Callable[[Path], Any], str]] = {
         for x in ("stories-gptq", "stories-gptq-asym", "stories-awq", "stories-compressed", "llama-gptq")
     },
     "awq-order": ("llama-gptq", columns_in_awq_order, OTHER),
-    "nan-scale": ("stories-gptq", scale_not_a_number, "are not finite"),
-    "nan-scale-compressed": ("gemma3-compressed", scale_not_a_number, "are not finite"),
+    "nan-scale": ("stories-gptq", scale_not_a_number, "is not finite"),
+    "nan-scale-compressed": ("gemma3-compressed", scale_not_a_number, "is not finite"),
     "format-v2": ("stories-gptq", in_config("checkpoint_format", "gptq_v2"), "checkpoint_format"),
     "group-size": ("stories-gptq", in_config("group_size", 64), "group 64"),
     "bits": ("stories-awq", in_config("bits", 8), "8 bits"),
@@ -190,7 +198,27 @@ GARBAGE: dict[str, tuple[str, Callable[[Path], Any], str]] = {
     "bias-lost": ("llama-gptq", drop("model.layers.0.self_attn.q_proj.bias"), "lost"),
     "zeros-lost": ("stories-awq", drop("model.layers.0.self_attn.q_proj.qzeros"), "lacks `qzeros`"),
     "vocabulary": ("stories-gptq", other_vocabulary, "another vocabulary"),
+    "nan-row": ("stories-awq", rewriting("model.embed_tokens.weight", last_row_not_a_number), "is not finite"),
+    "norm": ("stories-gptq", rewriting("model.norm.weight", lambda t: t * 1.01), "not that of its parent"),
+    "layer-norm": (
+        "stories-gptq",
+        rewriting("model.layers.1.input_layernorm.weight", lambda t: t * 1.01),
+        "not that of",
+    ),
+    "config-tied": ("llama-gptq", within("config.json", "tie_word_embeddings", True), "has `tie_word_embeddings` True"),
+    "config-context": (
+        "stories-awq",
+        within("config.json", "max_position_embeddings", 64),
+        "`max_position_embeddings` 64",
+    ),
+    "config-class": ("stories-int8", within("config.json", "architectures", ["Foo"]), "has `architectures` ['Foo']"),
+    "config-code": ("stories-gptq", within("config.json", "auto_map", {"AutoModel": "evil.Model"}), "has `auto_map`"),
+    "code": ("stories-gptq", lambda a: (a / "modeling_x.py").write_text("1"), "program code, `modeling_x.py`"),
+    "rule": ("stories-gptq", in_config("dynamic", {".*down_proj": {"bits": 8}}), "a rule of its own"),
+    "packing": ("stories-awq", in_config("pack_dtype", "int16"), "`pack_dtype` is 'int16'"),
+    "kv-codes": ("stories-compressed", in_config("kv_cache_scheme", {"num_bits": 8}), "KV cache"),
     "tokenizer-cut": ("stories-gptq", lambda a: (a / "tokenizer.json").write_text("{"), "tokenizer does not load"),
+    "decoder": ("stories-gptq", within("tokenizer.json", "decoder", None), "writes the ids"),
     "bos-lost": ("stories-gptq", within("tokenizer.json", "post_processor", None), "other ids"),
     "template-lost": ("qwen2-gptq", without("tokenizer_config.json", "chat_template"), "lost"),
     "template-changed": ("qwen2-gptq", within("tokenizer_config.json", "chat_template", "{{ 1 }}"), "not its parent's"),

@@ -344,6 +344,15 @@ def test_optimum_keeps_the_same_modules_in_all_layers(folder: Path) -> None:
         plan(read_folder(folder), spec_of(folder, skip=[r"layers\.0\..*k_proj"], **options))
 
 
+@pytest.mark.parametrize("value", [float("inf"), 0, -1, 2.5, "many", True])
+@pytest.mark.parametrize("name", ["vocab_size", "max_position_embeddings"])
+def test_a_size_in_config_that_is_none_is_refused(folder: Path, name: str, value: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {name: value}))
+    with pytest.raises(QuantlabError, match=f"`{name}` is .*, no size"):
+        read_folder(folder)
+
+
 def test_static_fp8_needs_what_gptq_needs(folder: Path) -> None:
     source = read_folder(folder)
     static, dynamic = (plan(source, spec_of(folder, method="fp8", scheme=s)).prediction for s in ("static", "dynamic"))
@@ -389,7 +398,9 @@ def test_prediction(folder: Path) -> None:
     [(kind, quantized), (plain, rest)] = found.tensor_types.items()
     assert (kind, quantized.count, quantized.params) == ("INT4", 21, weights)
     assert (plain, rest.params) == ("F16", source.params - weights)
-    assert found.bits_per_weight == pytest.approx(8 * found.size_bytes / source.params)
+    # The header of the file is in the size, and no weight.
+    header = 115 * (len(source.shapes) + 2.5 * 21)
+    assert found.bits_per_weight == pytest.approx(8 * (found.size_bytes - header) / source.params, rel=1e-4)
     seconds = {"rtn": found.quantize_s}
     # Hidden states before and after a layer; awq also holds what goes into 6 modules of 64 columns and one of 96.
     for method, columns in (("gptq", 2 * 64), ("awq", 2 * 64 + 3 * (6 * 64 + 96))):

@@ -22,8 +22,11 @@ import msgspec
 
 from quantlab.core.errors import QuantlabError, UsageError, missing_extra, unknown_name
 from quantlab.core.files import cache_folder, os_error, user_path, write_text
+from quantlab.core.overlap import shared
 from quantlab.core.result import Notice
 
+# Of a calibration text: the valid part of WikiText shares nothing with its test part.
+_LARGEST_SHARE = 0.01
 Purpose = Literal["calibration", "evaluation"]
 Message = dict[str, str]
 
@@ -261,10 +264,34 @@ def _load_file(path: Path, known: dict[str, Card], purpose: Purpose) -> Corpus:
         if corpus.sha256 == card.sha256("calibration"):
             notes = [_calibration_text(path.name)] if purpose == "evaluation" else []
             return msgspec.structs.replace(corpus, canonical=True, notes=notes)
+    if purpose == "calibration":
+        _refuse_evaluation(corpus, known)
     marks = len(_WIKITEXT_MARKS.findall(corpus.raw[:20_000]))
     if purpose == "evaluation" and (_WIKITEXT_NAME.match(path.name) or marks > _FEW_MARKS):
         return _not_canonical(corpus)
     return corpus
+
+
+def _refuse_evaluation(corpus: Corpus, known: dict[str, Card]) -> None:
+    """Raise UsageError for a text of which a part is evaluation text, as far as that is on this machine."""
+    for card in known.values():
+        if not card.serves("evaluation"):
+            continue
+        try:
+            loader = card.loader
+            text = (
+                _builtin(card, loader)
+                if isinstance(loader, Builtin)
+                else _of_hub(card, loader, "evaluation", offline=True)
+            )
+        except QuantlabError:
+            continue
+        if (share := shared(corpus.raw, text.raw)) > _LARGEST_SHARE:
+            raise UsageError(
+                f"{share:.0%} of `{corpus.name}` is the evaluation text `{card.name}`: calibrating on it would spoil "
+                "the measurement",
+                "take it out, or use another text with `--calib`",
+            )
 
 
 def _read(path: Path, name: str) -> Corpus:

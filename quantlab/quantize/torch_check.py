@@ -16,13 +16,16 @@ import numpy as np
 
 from quantlab.core import hardware
 from quantlab.core.corpus import load_text
-from quantlab.core.errors import missing_extra
+from quantlab.core.errors import QuantlabError, missing_extra
 from quantlab.core.hf_config import text_config
+from quantlab.core.progress import silent
 from quantlab.core.result import Notice
 from quantlab.core.statistics import mean_interval
 from quantlab.quantize import torch_schema, torch_vllm
 from quantlab.quantize.torch_child import set_environment
+from quantlab.quantize.torch_prediction import LAYER
 from quantlab.quantize.torch_schema import Stored
+from quantlab.quantize.torch_source import check_numbers
 from quantlab.quantize.torch_work import CHECK_TOKENS, CHECK_WINDOW_TOKENS, Checked, CheckJob
 from quantlab.runtime.worker import Channel
 
@@ -47,6 +50,8 @@ _WORSE_THAN_ROUNDING = 2.0
 # A smaller share of rounding's divergence is no gain, however certain.
 _GAIN = 0.01
 _CALIBRATED = ("gptq", "awq")
+# Their scales go into the norms and biases of a layer.
+_FOLD = ("awq", "int8")
 _WEIGHT_ONLY = (*_CALIBRATED, "rtn")
 
 
@@ -78,9 +83,25 @@ def _find_fault(job: CheckJob, checked: Checked, channel: Channel) -> str | None
     if fault := torch_speech.find_fault(artifact, parent, text):
         return fault
     found = torch_schema.stored(artifact, parent)
+    if fault := _tensor_fault(job, found):
+        return fault
     checked.notices += torch_vllm.notices(found)
     with tempfile.TemporaryDirectory(dir=Path(job.probe).parent) as scratch:
         return _Comparison(job, found, checked, channel, Path(scratch)).fault(_windows(parent, text))
+
+
+def _tensor_fault(job: CheckJob, found: Stored) -> str | None:
+    """A number that is none, or a tensor that the method leaves alone and that is not the parent's."""
+    from quantlab.quantize.torch_compare import altered
+
+    try:
+        check_numbers(Path(job.artifact), silent)
+    except QuantlabError as error:
+        return error.message
+    names = (found.tensors.keys() & found.parent.keys()) - {f"{module}.weight" for module in found.quantized}
+    if job.method in _FOLD:
+        names = {name for name in names if not LAYER.search(name)}
+    return altered(Path(job.artifact), Path(job.folder), names)
 
 
 def _windows(parent: Path, text: str) -> list[list[int]]:

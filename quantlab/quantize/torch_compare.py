@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from safetensors import safe_open
 
+from quantlab.core.artifact import safetensors_files
 from quantlab.quantize.torch_model import logits_of
 
 Logits = np.ndarray[Any, np.dtype[np.float32]]
@@ -59,3 +62,19 @@ def keep_logits(model: Any, windows: list[list[int]], folder: Path) -> list[Path
         kept.append(folder / f"{number}.npy")
         np.save(kept[-1], logits_of(model, window))
     return kept
+
+
+def altered(artifact: Path, parent: Path, names: Iterable[str]) -> str | None:
+    """The first of these tensors that is not the parent's, rounded to the type that it is stored in; how it is told."""
+    own, before = _tensors(artifact), _tensors(parent)
+    for name in sorted(names):
+        stored, original = own[name].get_tensor(name), before[name].get_tensor(name)
+        if not torch.equal(stored, original.to(stored.dtype)):
+            return f"its `{name}` is not that of its parent"
+    return None
+
+
+def _tensors(folder: Path) -> dict[str, Any]:
+    """The open file of each tensor."""
+    opened = [safe_open(file, framework="pt") for file in safetensors_files(folder)]
+    return {name: file for file in opened for name in file.keys()}  # type: ignore[no-untyped-call]  # noqa: SIM118

@@ -35,6 +35,8 @@ from quantlab.quantize.torch_work import CHECK_TOKENS, CHECK_WINDOW_TOKENS
 
 # Names in a layer hold its number; what stands outside of layers (embedding, head) stays in 16 bits.
 LAYER = re.compile(r"(?<=\.)\d+(?=\.)")
+# What the header of a safetensors file says of a tensor, name and all, and the tensors of a quantized module.
+_HEADER_BYTES, _PARTS = 115, 3.5
 # Resident memory of Python with torch, transformers and an engine imported (torch 2.13, CPU).
 _LIBRARIES_BYTES = 650_000_000
 # As many samples as `calib_samples` None takes at most.
@@ -76,9 +78,10 @@ def predict(source: TorchSource, quantized: list[Linear], spec: QuantizeSpec, *,
     ]
     plain = sum(others) - weights
     size_bytes = packed + 2 * plain
+    header = round(_HEADER_BYTES * (len(others) + (_PARTS - 1) * len(quantized)))
     width = 4 if dtype == "float32" else 2
     return Prediction(
-        size_bytes=size_bytes,
+        size_bytes=size_bytes + header,
         bits_per_weight=8 * size_bytes / (weights + plain),
         tensor_types={
             stored_kind(spec): TensorType(len(quantized), weights),

@@ -28,6 +28,8 @@ _SCALES = {"F16", "BF16", "F32"}
 # Rotary tables of old checkpoints, which are computed and not loaded.
 _BUFFERS = re.compile(r"\.rotary_emb\.inv_freq$|\.attn\.(masked_)?bias$")
 _PATH = re.compile(r"(?<![\w.:/*\\])(?:/[\w.@+-]+){2,}|\b[A-Za-z]:\\\\?[\w.]+\\")
+# Keys of config.json that quantizing changes.
+_OWN_KEYS = ("quantization_config", "dtype", "torch_dtype", "transformers_version")
 # A name or a pattern is shorter, a sample of calibration text longer.
 _LONGEST_STRING = 1000
 _TEXT_FILES = ("*.json", "*.yaml", "*.yml", "*.txt", "*.md", "*.csv")
@@ -87,11 +89,42 @@ def find_fault(artifact: Path, parent: Path, asked: Weights | None) -> str | Non
     try:
         found = stored(artifact, parent)
         faults = [_settings(found, asked), _names(found, text_config(parent).get("tie_word_embeddings"))]
-        return next(filter(None, [*faults, _claims(found), _shapes(found), leak(artifact, parent)]), None)
+        faults += [
+            _rules(found.config),
+            _claims(found),
+            _shapes(found),
+            leak(artifact, parent),
+            _config_fault(artifact, parent),
+        ]
+        return next(filter(None, faults), None)
     except QuantlabError as error:
         return error.message
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         return f"its `quantization_config` cannot be read: {error!r}"
+
+
+def _rules(config: dict[str, Any]) -> str | None:
+    """What loaders read in it that no artifact of ours has: rules for single modules, other packing, a KV of codes."""
+    # A module that is excluded is seen in its tensors.
+    if rules := [rule for rule in config.get("dynamic") or {} if not rule.startswith("-:")]:
+        return f"its `dynamic` has a rule of its own for `{rules[0]}`"
+    if config.get("pack_dtype") not in (None, "int32"):
+        return f"its `pack_dtype` is {config['pack_dtype']!r}, and codes are packed into int32"
+    return "its `kv_cache_scheme` claims a quantized KV cache" if config.get("kv_cache_scheme") else None
+
+
+def _config_fault(artifact: Path, parent: Path) -> str | None:
+    """Whether config.json is the parent's in all but what quantizing changes, and no program code came along."""
+    own, before = (
+        {k: v for k, v in read_json(f / "config.json").items() if k not in _OWN_KEYS} for f in (artifact, parent)
+    )
+    for name in sorted(own.keys() | before.keys()):
+        if own.get(name) != before.get(name) or (name in own) != (name in before):
+            says, said = (config.get(name, "nothing") for config in (own, before))
+            return f"its config.json has `{name}` {says!r}, its parent's {said!r}"
+    if code := [file.name for file in sorted(artifact.glob("*.py")) if not (parent / file.name).is_file()]:
+        return f"it holds program code, `{code[0]}`"
+    return None
 
 
 def weights_of(found: Stored) -> Weights | None:

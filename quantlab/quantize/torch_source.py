@@ -31,6 +31,8 @@ _CAUSAL, _OF_GPT2 = "ForCausalLM", ("GPT2LMHeadModel", "OpenAIGPTLMHeadModel")
 # How configurations name the experts of a layer.
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
+_SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
+
 
 class TorchSource(msgspec.Struct, frozen=True):
     """`folder` is what engines read: for a GGUF it exists from `prepare` on. `config` is that of the language model.
@@ -76,7 +78,7 @@ def prepare(source: TorchSource, progress: Progress) -> None:
         with locked(cache_folder() / "locks" / f"restored-{source.folder.name}"):
             if not source.folder.exists():
                 restore(source.gguf, source.folder, progress=progress)
-    _check_numbers(source.folder, progress)
+    check_numbers(source.folder, progress)
 
 
 def vocabulary(source: TorchSource) -> list[str]:
@@ -94,6 +96,7 @@ def vocabulary(source: TorchSource) -> list[str]:
 def read_folder(folder: Path) -> TorchSource:
     """Read config.json and headers; refuse what is no causal language model in plain weights, by its name."""
     text = text_config(folder)
+    _check_sizes(folder, text)
     _check_kind(folder, read_json(folder / "config.json"), text)
     entries = {name: entry for file in safetensors_files(folder) for name, entry in safetensors_header(file).items()}
     odd = {name: entry["dtype"] for name, entry in entries.items() if len(entry["shape"]) > 1}
@@ -106,6 +109,14 @@ def read_folder(folder: Path) -> TorchSource:
         )
     stored = sum(end - begin for begin, end in (entry["data_offsets"] for entry in entries.values()))
     return TorchSource(folder, text, {name: tuple(entry["shape"]) for name, entry in entries.items()}, stored)
+
+
+def _check_sizes(folder: Path, text: dict[str, Any]) -> None:
+    """Refuse a config.json whose sizes are none: JSON as Python reads it has Infinity, too."""
+    for name in _SIZES:
+        value = text.get(name)
+        if value is not None and (type(value) is not int or value < 1):
+            raise QuantlabError(f"`{folder / 'config.json'}`: `{name}` is {value!r}, no size", "download it again")
 
 
 def _check_kind(folder: Path, config: dict[str, Any], text: dict[str, Any]) -> None:
@@ -184,7 +195,7 @@ def _gguf(spec: QuantizeSpec, path: Path) -> TorchSource:
     return TorchSource(folder, config, shapes, stored, path, notices if quantized else [], note or None)
 
 
-def _check_numbers(folder: Path, progress: Progress) -> None:
+def check_numbers(folder: Path, progress: Progress) -> None:
     """Raise QuantlabError naming the first weight that is NaN or infinite: no engine says a word of it."""
     files = safetensors_files(folder)
     total, done = sum(file.stat().st_size for file in files), 0

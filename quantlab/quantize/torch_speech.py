@@ -44,8 +44,11 @@ def _ids_fault(own: Any, before: Any, text: str) -> str | None:
     marked = "A river. ".join(special) + "Its end."
     for name, example in (("the test text", PROBE), ("text with special tokens", marked), ("a long text", text)):
         for add in (True, False):
-            if own.encode(example, add_special_tokens=add) != before.encode(example, add_special_tokens=add):
+            ids = before.encode(example, add_special_tokens=add)
+            if own.encode(example, add_special_tokens=add) != ids:
                 return f"its tokenizer gives other ids than its parent's for {name}"
+            if own.decode(ids) != before.decode(ids):
+                return f"its tokenizer writes the ids of {name} otherwise than its parent's"
     for role in ("bos", "eos", "pad"):
         if getattr(own, f"{role}_token_id") != getattr(before, f"{role}_token_id"):
             return f"its tokenizer has another {role} token than its parent's"
