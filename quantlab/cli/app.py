@@ -9,7 +9,7 @@ from pathlib import Path
 
 import typer
 
-from quantlab.cli import bench, compare, doctor, engines, inspect, ppl, quantize, run
+from quantlab.cli import batching, bench, compare, doctor, engines, inspect, ppl, quantize, run
 from quantlab.cli.console import print_error
 from quantlab.core.errors import QuantlabError
 from quantlab.core.files import os_error
@@ -31,6 +31,7 @@ app.add_typer(engines.app, name="engines")
 app.command("inspect")(inspect.inspect)
 app.command("bench")(bench.bench)
 app.command("ppl")(ppl.ppl)
+app.command("batching")(batching.batching)
 app.command("compare")(compare.compare)
 app.command("run")(run.run)
 

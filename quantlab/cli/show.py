@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,10 +28,24 @@ def show_results(results: list[Result], *, as_json: bool) -> None:
         return
     from quantlab.report.comparison import compare
 
-    _print_table(compare(results))
-    # What bench and ppl warned of is in the notes under the table.
-    said = [result for result in results if result.kind not in ("bench", "ppl")]
+    curves, others = _apart(results)
+    if others or not curves:
+        _print_table(compare(others))
+    _print_curves(curves)
+    # What bench, ppl and batching warned of is in the notes under the table.
+    said = [result for result in others if result.kind not in ("bench", "ppl")]
     print_notices([(result.label, notice) for result in said for notice in result.warnings])
+
+
+@contextmanager
+def show_batching(*, as_json: bool) -> Iterator[list[Result]]:
+    """Show the Results that were put into the list, also where an error ends the command: what is finished counts."""
+    done: list[Result] = []
+    try:
+        yield done
+    finally:
+        if done:
+            show_results(done, as_json=as_json)
 
 
 def show_comparison(comparison: Comparison, format_: str, out: Path | None) -> None:
@@ -51,10 +67,20 @@ def keep_copies(results: list[Result], stem: Path) -> None:
     from quantlab.report.comparison import compare
     from quantlab.report.render import FORMATS
 
-    comparison = compare(results)
-    paths = [stem.with_name(f"{stem.name}.{format_}") for format_ in ("md", "json")]
-    for path in paths:
-        write_text(path, FORMATS[path.suffix[1:]](comparison))
+    curves, others = _apart(results)
+    paths = []
+    if others:
+        comparison = compare(others)
+        paths = [stem.with_name(f"{stem.name}.{format_}") for format_ in ("md", "json")]
+        for path in paths:
+            write_text(path, FORMATS[path.suffix[1:]](comparison))
+    if curves:
+        from quantlab.report.batching import tabulate_batching
+        from quantlab.report.render import markdown
+
+        paths.append(stem.with_name(f"{stem.name}-batching.md"))
+        text = "\n".join(f"## {table.title}\n\n{markdown(table)}" for table in tabulate_batching(curves))
+        write_text(paths[-1], text)
     warn(f"copies: {', '.join(map(str, paths))}")
 
 
@@ -99,6 +125,26 @@ def _say_details(details: dict[str, Any], indent: str = "") -> None:
             _say_details(value, indent + "  ")
         else:
             say(f"{indent}{name}: {value}")
+
+
+def _apart(results: list[Result]) -> tuple[list[Result], list[Result]]:
+    """Points of curves, which are not compared, and the others."""
+    curves = [result for result in results if result.kind == "batching"]
+    return curves, [result for result in results if result.kind != "batching"]
+
+
+def _print_curves(results: list[Result]) -> None:
+    from rich.console import Console
+    from rich.text import Text
+
+    from quantlab.cli.tables import render_terminal
+    from quantlab.report.batching import tabulate_batching
+
+    console = Console(file=sys.stdout)
+    for table in tabulate_batching(results):
+        console.print(Text(table.title, style="bold"))
+        render_terminal(table, console)
+        console.print()
 
 
 def _print_table(comparison: Comparison) -> None:

@@ -11,7 +11,7 @@ import functools
 import importlib
 import time
 import uuid
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -51,7 +51,10 @@ _ROOMS: dict[str, tuple[str, str]] = {
     "inspect": ("quantlab.quantize.inspection", "run"),
     "bench": ("quantlab.bench.latency", "run"),
     "ppl": ("quantlab.evaluate.perplexity", "run"),
+    "batching": ("quantlab.bench.batching.bench", "run"),
 }
+# Their Results are the points of curves, and belong together.
+_OF_CURVES = ("batching",)
 
 
 class Lab:
@@ -105,6 +108,10 @@ class Lab:
         return file
 
     def execute(self, step: Step) -> list[Result]:
+        """Run one step; its Results in the order in which they came."""
+        return list(self.results(step))
+
+    def results(self, step: Step) -> Iterator[Result]:
         """Run one step; each Result is stored as soon as it is there, so a later failure loses none."""
         if self.store is not None:
             self.store.check_writable()
@@ -115,7 +122,6 @@ class Lab:
         env, identity = hardware.environment(), fingerprint(step)
         started, clock = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds"), time.perf_counter()
         outcomes = run(step.spec, self._progress_of(step))
-        results = []
         for outcome in [outcomes] if isinstance(outcomes, Outcome) else outcomes:
             seconds = time.perf_counter() - clock
             said = [*self._notices.get(outcome.model.sha256 or "", []), *outcome.warnings]
@@ -123,8 +129,7 @@ class Lab:
             result = _result(step, whole, env, identity, started=started, seconds=seconds)
             if self.store is not None:
                 self.store.save(result)
-            results.append(result)
-        return results
+            yield result
 
     def _progress_of(self, step: Step) -> Progress:
         """Progress whose stages name what they work on; those of a bench name the cell, as it has several models."""
@@ -142,19 +147,29 @@ class Lab:
             return []
         wanted = fingerprint(step)
         now = _conditions(step.kind, hardware.environment())
-        found = {
-            (result.label, result.model.sha256): result
+        stored = [
+            result
             for result in self.store.load()
             if result.fingerprint == wanted and result.status == "ok" and _conditions(step.kind, result.env) == now
-        }
+        ]
+        if step.kind in _OF_CURVES:
+            return _last_complete(stored)
+        found = {(result.label, result.model.sha256): result for result in stored}
         asked = [(model.label, model.sha256) for model in models]
         return [found[model] for model in asked] if found.keys() >= set(asked) else []
+
+
+def _last_complete(results: list[Result]) -> list[Result]:
+    """The points of the newest session that came to its end, in order; empty where none did."""
+    complete = [result.details["session"] for result in results if result.details.get("complete")]
+    rows = [result for result in results if complete and result.details["session"] == complete[-1]]
+    return sorted(rows, key=lambda result: int(result.details["row"]))
 
 
 def _conditions(kind: Kind, env: Environment) -> tuple[Any, ...]:
     """Machine and software that a Result depends on; speed on more, as the comparison has it."""
     software = (env.cpu, env.gpu, env.packages)
-    return (*software, env.driver, env.os) if kind == "bench" else software
+    return (*software, env.driver, env.os) if kind in ("bench", "batching") else software
 
 
 def fingerprint(step: Step) -> str:
@@ -179,6 +194,8 @@ def _identity(value: Any) -> Any:
     if value.get("engine"):
         # It may run in another environment, whose packages are not those of the Result.
         identity["engine"] = ENGINES[value["engine"]].pins | {"engine": value["engine"]}
+    if value.get("trace"):
+        identity["trace"] = sha256_file(Path(value["trace"]))
     if value.get("converter"):
         identity["converter"] = sha256_file(Path(value["converter"]))
     return identity

@@ -1,6 +1,7 @@
 """A recipe: models, methods and benches in a YAML file, run step by step, resumed where it stopped.
 
-Keys of an entry are the options of the command of that name (`quantize`, `bench`, `ppl`), written with underscores.
+Keys of an entry are the options of the command of that name (`quantize`, `bench`, `ppl`, `batching`), written with
+underscores.
 `against` of ppl may name an artifact of the recipe, by its variant (F16, AWQ-W4-g128) or its `out`, any model, or
 `parent`: the model that the artifacts were made from.
 """
@@ -21,7 +22,7 @@ from quantlab.core.model import ModelFile
 from quantlab.core.result import Result
 from quantlab.lab.execute import Lab, Step, fingerprint
 from quantlab.lab.runtimes import asked
-from quantlab.lab.steps import artifact_file, bench_steps, ppl_step, quantize_step
+from quantlab.lab.steps import artifact_file, batching_step, bench_steps, ppl_step, quantize_step
 from quantlab.quantize.methods import check, check_place
 from quantlab.quantize.spec import variant
 
@@ -41,6 +42,7 @@ class Recipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     quantize: list[Options] = []
     bench: list[Options] = []
     ppl: list[Options] = []
+    batching: list[Options] = []
 
 
 def read_recipe(path: Path) -> Recipe:
@@ -64,8 +66,8 @@ def read_recipe(path: Path) -> Recipe:
         raise UsageError(f"`{path}`: the name {recipe.name!r} is no file name", "use letters, digits, `-`, `_` and `.`")
     if not recipe.models:
         raise UsageError(f"`{path}` lists no models", "for example `models: [demo]`")
-    if not recipe.quantize and not recipe.bench and not recipe.ppl:
-        raise UsageError(f"`{path}` does nothing", "add `quantize`, `bench` or `ppl`")
+    if not (recipe.quantize or recipe.bench or recipe.ppl or recipe.batching):
+        raise UsageError(f"`{path}` does nothing", "add `quantize`, `bench`, `ppl` or `batching`")
     return recipe
 
 
@@ -111,6 +113,8 @@ def _check_options(recipe: Recipe) -> None:
         list(bench_steps([model], options))
     for options in recipe.ppl:
         ppl_step(model, {**options, "against": None})
+    for options in recipe.batching:
+        batching_step(model, options)
 
 
 def _check_outputs(steps: list[Step], lab: Lab) -> None:
@@ -144,7 +148,7 @@ def _check_parents(recipe: Recipe, lab: Lab, quantize: list[Step]) -> None:
 
 def _check_runtimes(recipe: Recipe, steps: list[Step]) -> None:
     """Whether what measures can read the artifacts that the recipe will write."""
-    entries = [*recipe.bench, *recipe.ppl]
+    entries = [*recipe.bench, *recipe.ppl, *recipe.batching]
     files = [step.spec.out for step in steps if step.spec.method == "gguf"]
     folders = [step.spec.out for step in steps if step.spec.method != "gguf"]
     for options in entries:
@@ -161,6 +165,8 @@ def _check_inputs(recipe: Recipe, steps: list[Step], lab: Lab) -> None:
     for options in recipe.ppl:
         # Reads the text, as quantize steps do theirs.
         fingerprint(ppl_step(stand_in, {**_as_offline(options, lab), "against": None}))
+    for options in recipe.batching:
+        fingerprint(batching_step(stand_in, options))
     for step in steps:
         if not _quantized(step, lab):
             fingerprint(step)
@@ -175,7 +181,7 @@ def _quantized(step: Step, lab: Lab) -> list[Result]:
 def _measuring_steps(
     recipe: Recipe, lab: Lab, subjects: list[ModelFile], artifacts: dict[str, ModelFile]
 ) -> Iterator[tuple[Step, list[ModelFile]]]:
-    """The bench and ppl steps, small enough that a killed run loses little, with the models that each measures."""
+    """The steps that measure, small enough that a killed run loses little, with the models that each measures."""
     for options in recipe.bench:
         models = lab.runnables(subjects, options)
         for step in bench_steps(models, options):
@@ -190,3 +196,6 @@ def _measuring_steps(
             # The parent's divergence from itself is zero by definition.
             other = parent if parent is not None and parent.sha256 != subject.sha256 else None
             yield ppl_step(subject, {**_as_offline(options, lab), "against": other}), [subject]
+    for options in recipe.batching:
+        for subject in lab.runnables(subjects, options):
+            yield batching_step(subject, options), [subject]

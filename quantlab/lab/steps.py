@@ -8,12 +8,14 @@ from typing import Any, get_args
 
 import msgspec
 
-from quantlab.bench.spec import BenchSpec, prompt_text
+from quantlab.bench.batching.spec import BatchingSpec, parse_numbers, parse_seconds
+from quantlab.bench.spec import BenchSpec, parse_sizes, prompt_text
 from quantlab.core.artifact import content_sha256
 from quantlab.core.errors import unknown_name
-from quantlab.core.model import ModelFile, file_label
+from quantlab.core.files import sha256_text
+from quantlab.core.model import ModelFile, ModelRef, file_label
 from quantlab.evaluate.spec import PplSpec, Protocol
-from quantlab.lab.execute import Step, make_spec
+from quantlab.lab.execute import Lab, Step, make_spec
 from quantlab.lab.runtimes import asked
 from quantlab.quantize.spec import InspectSpec, QuantizeSpec, check_spec, variant
 
@@ -58,6 +60,35 @@ def ppl_step(model: ModelFile, options: Options) -> Step:
         raise unknown_name("protocol", str(options["protocol"]), get_args(Protocol))
     models = [model, *([options["against"]] if options.get("against") else [])]
     return Step("ppl", make_spec(PplSpec, {"model": model, **_for_spec(options, models)}))
+
+
+def batching_step(model: ModelFile, options: Options) -> Step:
+    """A batching step. Rates and shares may be comma lists, times texts such as `500ms`."""
+    # An option that was not given has the default of the spec.
+    options = {name: value for name, value in options.items() if value is not None}
+    for name, parse in (("rate", parse_numbers), ("utilization", parse_numbers), ("batch", parse_sizes)):
+        if isinstance(options.get(name), str):
+            options[name] = parse(options[name], f"--{name}")
+    for name in ("ttft_slo", "tpot_slo", "ageing"):
+        if name in options:
+            options[f"{name}_s"] = parse_seconds(options.pop(name), f"--{name.replace('_', '-')}")
+    for name, of_spec in (("bandwidth", "bandwidth_bytes_per_s"), ("flops", "flops_per_s")):
+        if name in options:
+            # YAML takes 1e12 for a text.
+            (options[of_spec],) = parse_numbers(str(options.pop(name)), f"--{name}")
+    if isinstance(options.get("parts"), str):
+        options["parts"] = [part.strip() for part in options["parts"].split(",")]
+    return Step("batching", make_spec(BatchingSpec, {"model": model, **_for_spec(options, [model])}))
+
+
+def loadable(lab: Lab, text: str, options: Options) -> ModelFile:
+    """MODEL of a command that loads files and endpoints alike."""
+    ref = ModelRef.parse(text)
+    if ref.kind != "endpoint":
+        return lab.runnables([text], options)[0]
+    # What an endpoint serves is known by its address alone.
+    named = options.get("served_model")
+    return ModelFile(path=ref.where, label=named or ref.where, source=ref.where, sha256=sha256_text(ref.where))
 
 
 def inspect_step(model: ModelFile) -> Step:

@@ -1,0 +1,93 @@
+"""Part (d): interactive and batch traffic at one offered load, served by four policies of growing care.
+
+Every second request is a batch request: an answer BATCH_LENGTH times as long and no deadline. All policies get the same
+requests at the same times, at a share of the capacity for this very mix:
+
+- fcfs                  in the order of arrival
+- priority              interactive first; a batch request counts as if it had come `ageing` later, so that it is
+                        overtaken only by what arrives within that time
+- preemption            and an interactive request that finds no place takes that of a batch request
+- guarded               and one whose first token is predicted to be late is rejected, like a server's 429
+
+The bound on starvation: no batch request waits for a request that comes more than `ageing` after it. So it waits at
+most for the service times (theory.py) of what is not finished when it comes, or comes within `ageing`, and goes before
+it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from quantlab.bench.batching.load import Lengths, at_rate, mixed
+from quantlab.bench.batching.open_loop import latencies, shares
+from quantlab.bench.batching.serve import Cell, Run
+from quantlab.bench.batching.sla import judge
+from quantlab.bench.batching.spec import BatchingSpec
+from quantlab.bench.batching.theory import service_times
+from quantlab.bench.batching.window import Window
+from quantlab.core.result import Measurement
+from quantlab.engine import RequestRecord
+
+ROWS = ("fcfs", "priority", "preemption", "guarded")
+
+
+def cell(spec: BatchingSpec, drawn: Lengths, rate: float, policy: str) -> Cell:
+    """Mixed requests at `rate`, served by a policy."""
+    return Cell(
+        mixed(at_rate(drawn, rate), ttft_slo_s=spec.ttft_slo_s),
+        spec.max_num_seqs,
+        spec.max_num_batched_tokens,
+        spec.kv_budget_tokens,
+        policy,
+        spec.ageing_s,
+    )
+
+
+def row(
+    spec: BatchingSpec, rate: float, mu: float, policy: str, run: Run
+) -> tuple[dict[str, Measurement], dict[str, Any]]:
+    """The measurements of the interactive requests, and what they cost the batch requests."""
+    window, batch = Window(run, "interactive"), Window(run, "batch")
+    judged = judge(spec, rate, window, rejections=False)
+    found = window.measurements(spec.ttft_slo_s, spec.tpot_slo_s)
+    found["preempted"] = Measurement("times", "lower", [float(r.swapped + r.recomputed) for r in Window(run).records])
+    found["batch_throughput"] = Measurement("tokens/s", "higher", [batch.token_rate()])
+    waits = batch.samples(lambda r: r.queue_delay_s)
+    if waits:
+        found["batch_queue_delay"] = Measurement("s", "lower", waits)
+    ageing_s = 0.0 if policy == "fcfs" else spec.ageing_s
+    bounded = waits_and_bounds(run.records, ageing_s)
+    longest, bound = max(bounded, default=(None, None))
+    details = {
+        "policy": policy,
+        "rate": rate,
+        "rho": rate / mu,
+        **shares(Window(run)),
+        **latencies(window),
+        "verdict": judged.verdict,
+        "share_unserved": judged.unserved,
+        "batch_throughput": batch.token_rate(),
+        "longest_batch_wait_s": longest,
+        # Of the one that waited longest.
+        "batch_wait_bound_s": bound,
+        "ageing_s": ageing_s,
+    }
+    return found, details
+
+
+def waits_and_bounds(records: list[RequestRecord], ageing_s: float) -> list[tuple[float, float]]:
+    """Of each batch request that was served its wait, and the bound on it (see above)."""
+    services = np.array([found or 0.0 for found in service_times(records)])
+    arrivals = np.array([record.arrival_s for record in records])
+    finished = np.array([record.finished_s or 0.0 for record in records])
+    is_batch = np.array([record.priority == "batch" for record in records])
+    keys = arrivals + ageing_s * is_batch
+    found = []
+    for i, record in enumerate(records):
+        if is_batch[i] and record.queue_delay_s is not None:
+            ahead = (finished > arrivals[i]) & (keys <= keys[i])
+            ahead[i] = False
+            found.append((record.queue_delay_s, float(services[ahead].sum())))
+    return found

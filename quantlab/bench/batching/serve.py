@@ -1,0 +1,225 @@
+"""One load on one engine, and the child process that holds the model for it.
+
+The child loads the model once; then it serves every Cell that the parent sends, an engine of its own for each, and
+answers with the records. What step times it has learnt it keeps from cell to cell, so that admission can predict from
+the first request on.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from quantlab.bench import workloads
+from quantlab.bench.batching.load import Asked
+from quantlab.bench.batching.policy import policy
+from quantlab.bench.batching.spec import BatchingSpec
+from quantlab.core.corpus import load_text
+from quantlab.core.errors import QuantlabError, UsageError
+from quantlab.engine import Costs, Engine, MeasuredCosts, Request, RequestRecord, limits_of
+from quantlab.runtime.backend import Backend, Capacity, Loaded, Tokens
+from quantlab.runtime.clock import Clock, WallClock
+from quantlab.runtime.step_model import MeasuredStep, StepModel, fit
+from quantlab.runtime.worker import Channel
+
+# As `bench` has it: prompts of a batch are computed in steps of this size.
+N_BATCH, N_UBATCH = 2048, 512
+# No two seeds share the prompt of a request, as long as there are fewer requests.
+SEEDS = 1_000_003
+
+
+class Cell(msgspec.Struct, frozen=True):
+    """One load: its requests, and the engine that serves them."""
+
+    requests: list[Asked]
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    kv_budget_tokens: int | None = None
+    policy: str = "fcfs"
+    ageing_s: float = 0.0
+
+
+class Run(msgspec.Struct, frozen=True):
+    """What became of the requests, in their order; CPU seconds of the process that computed; steps and their overhead.
+
+    `overhead_s` is what the scheduler, arrays and sampling took in all; of a server nothing of this is known.
+    """
+
+    records: list[RequestRecord]
+    cpu_s: float = 0.0
+    n_steps: int = 0
+    forward_s: float = 0.0
+    overhead_s: float = 0.0
+    # Whether requests wait in a queue that the records tell apart from being served.
+    knows_queue: bool = True
+
+
+class Job(msgspec.Struct, frozen=True):
+    """What the child opens: `n_ctx` tokens for each of `n_seq` sequences."""
+
+    spec: BatchingSpec
+    n_ctx: int
+    n_seq: int
+
+
+class Calibrated(msgspec.Struct, frozen=True):
+    """A step model of what ran, how far the steps lie from it, and the seconds that a token's KV takes to be moved."""
+
+    model: StepModel
+    n_steps: int
+    mean_relative_error: float
+    p95_relative_error: float
+    swap_token_s: float
+
+
+def serve(
+    cell: Cell,
+    backend: Backend,
+    clock: Clock,
+    *,
+    costs: Costs,
+    prompt: Callable[[int, int], Tokens],
+    learning: MeasuredCosts | None = None,
+) -> tuple[Run, list[MeasuredStep]]:
+    """Serve a cell; policies predict by `costs`, and what runs is taught to `learning`.
+
+    `prompt` makes the prompt of a request from its number and its length. Returns the steps too, for a fit: their
+    overhead is in the duration, as far as the clock knew it.
+    """
+    limits = limits_of(
+        backend,
+        max_num_seqs=cell.max_num_seqs,
+        max_num_batched_tokens=cell.max_num_batched_tokens,
+        kv_budget_tokens=cell.kv_budget_tokens,
+    )
+    requests = [
+        Request(
+            i,
+            prompt(i, asked.prompt_tokens),
+            asked.new_tokens,
+            asked.arrival_s,
+            priority=asked.priority,
+            ttft_slo_s=asked.ttft_slo_s,
+        )
+        for i, asked in enumerate(cell.requests)
+    ]
+    backend.reset()
+    chosen = policy(cell.policy, costs, cell.ageing_s)
+    engine = Engine(
+        backend,
+        limits,
+        clock=clock,
+        order=chosen.order,
+        admission=chosen.admission,
+        preemption=chosen.preemption,
+        costs=learning,
+    )
+    before = time.process_time()
+    records = engine.run(requests)
+    for record in records:
+        record.tokens = []
+    real = isinstance(clock, WallClock)
+    overhead = sum(step.overhead_s for step in engine.steps)
+    forward = sum(step.forward_s for step in engine.steps)
+    run = Run(records, time.process_time() - before, len(engine.steps), forward, overhead)
+    return run, [MeasuredStep(s.shape, s.forward_s + (s.overhead_s if real else 0.0)) for s in engine.steps]
+
+
+def work(job_json: object, channel: Channel) -> None:
+    """Send the Loaded; then answer each Cell with its Run, and "calibrate" with Calibrated; end at None."""
+    from quantlab.runtime.loading import import_runtime, opened
+
+    job = msgspec.convert(job_json, Job)
+    spec, path = job.spec, Path(job.spec.model.path)
+    import_runtime(path)
+    capacity = Capacity(
+        n_ctx=job.n_ctx,
+        n_seq=job.n_seq,
+        n_batch=max(N_BATCH, job.n_seq, spec.max_num_batched_tokens),
+        n_ubatch=N_UBATCH,
+        n_outputs=job.n_seq,
+        shared=False,
+    )
+    # A GGUF file's types are its own.
+    dtype = spec.dtype if path.is_dir() else "auto"
+    with opened(path, capacity, device=spec.device, dtype=dtype, threads=spec.threads) as backend:
+        loaded = backend.describe()
+        if job.n_ctx > loaded.n_ctx_train:
+            raise UsageError(
+                f"requests of up to {job.n_ctx} tokens, the context of `{spec.model.label}` holds {loaded.n_ctx_train}",
+                "lower `--prompt-tokens`, `--new-tokens` or `--length-scale`",
+            )
+        prompts, costs = _Prompts(backend, spec.seed), MeasuredCosts()
+        channel.send("loaded", msgspec.to_builtins(loaded))
+        steps: list[MeasuredStep] = []
+        warm = False
+        while (message := channel.receive()) is not None:
+            if message == "calibrate":
+                channel.send("calibrated", msgspec.to_builtins(_calibrated(steps, backend, prompts)))
+                continue
+            run, ran = serve(
+                msgspec.convert(message, Cell), backend, WallClock(), costs=costs, prompt=prompts, learning=costs
+            )
+            # The first load warms up: its steps fit no model.
+            steps += ran if warm else []
+            warm = True
+            channel.send("run", msgspec.to_builtins(run))
+
+
+class _Prompts:
+    """Prompts from built-in text, each request's its own."""
+
+    def __init__(self, backend: Backend, seed: int) -> None:
+        loaded: Loaded = backend.describe()
+        self._ids = backend.encode("\n\n".join(load_text(name).raw for name in workloads.BUILTIN))
+        self._bos = loaded.bos if loaded.adds_bos else None
+        self._seed = seed
+
+    def __call__(self, number: int, length: int) -> Tokens:
+        return slice_of(self._ids, self._bos, length, self._seed * SEEDS + number)
+
+
+def slice_of(ids: Tokens, bos: int | None, length: int, seed: int) -> Tokens:
+    """A prompt of `length` tokens from a text, which is repeated where it is too short; BOS has place from 2 on."""
+    if length == 1:
+        return ids[[seed % len(ids)]]
+    return workloads.slices(np.resize(ids, max(len(ids), length)), bos, length, 1, seed)[0]
+
+
+def _calibrated(steps: list[MeasuredStep], backend: Backend, prompts: _Prompts) -> Calibrated:
+    found = fit([step for step in steps if step.duration_s > 0])
+    return Calibrated(
+        found.model,
+        found.n_steps,
+        found.mean_relative_error,
+        found.p95_relative_error,
+        _swap_token_s(backend, prompts),
+    )
+
+
+def _swap_token_s(backend: Backend, prompts: _Prompts) -> float:
+    """Seconds a token that its KV takes out of the device or into it; 0 where the backend cannot move it."""
+    from quantlab.runtime.backend import Batch
+
+    n = min(64, backend.describe().capacity.n_ctx)
+    backend.reset()
+    backend.forward(Batch.of(0, prompts(0, n), 0, logits="last"))
+    began = time.perf_counter()
+    try:
+        blob = backend.save(0)
+        backend.release(0)
+        backend.restore(0, blob)
+    except QuantlabError:
+        return 0.0
+    finally:
+        backend.reset()
+    return (time.perf_counter() - began) / 2 / n
+
+
+def zeros(number: int, length: int) -> Tokens:
+    """The prompt of a simulated request: only its length counts."""
+    return np.zeros(length, np.int32)

@@ -1,0 +1,139 @@
+"""Which requests of a load are measured, and what they say.
+
+The first tenth of the requests meets a queue that is still filling, and the last tenth one that drains: both are load
+and are not measured. Utilization is that of the time between the first and the last measured arrival. A request that
+was rejected or lost counts in shares and in goodput, and has no latency.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from quantlab.bench.batching.serve import Run
+from quantlab.bench.batching.theory import begins, busy_s, service_times
+from quantlab.core.result import Measurement
+from quantlab.core.statistics import Interval, batch_means_interval, bootstrap_interval
+from quantlab.engine import Priority, RequestRecord
+
+WARMUP_SHARE = 0.1
+# Of TTFT the share of requests that must be within its limit; TPOT is judged by its mean.
+SLO_PERCENTILE = 99.0
+
+
+@dataclass(frozen=True)
+class Window:
+    """The measured part of one run; `priority` narrows the requests to one class, not the time."""
+
+    run: Run
+    priority: Priority | None = None
+
+    @cached_property
+    def _of_time(self) -> list[int]:
+        n = len(self.run.records)
+        order = sorted(range(n), key=lambda i: self.run.records[i].arrival_s)
+        left_out = math.ceil(WARMUP_SHARE * n) if n > 2 else 0
+        return order[left_out : n - left_out]
+
+    @cached_property
+    def _measured(self) -> list[int]:
+        records = self.run.records
+        return [i for i in self._of_time if self.priority in (None, records[i].priority)]
+
+    @property
+    def records(self) -> list[RequestRecord]:
+        """The measured requests, by arrival."""
+        return [self.run.records[i] for i in self._measured]
+
+    @property
+    def begin_s(self) -> float:
+        """The first measured arrival."""
+        return self.run.records[self._of_time[0]].arrival_s
+
+    @property
+    def end_s(self) -> float:
+        """The last measured arrival."""
+        return self.run.records[self._of_time[-1]].arrival_s
+
+    def samples(self, value: Callable[[RequestRecord], float | None]) -> list[float]:
+        """A number of each measured request that has it, by arrival."""
+        return [found for record in self.records if (found := value(record)) is not None]
+
+    @property
+    def arrival_rate(self) -> float:
+        """Arrivals per second of the measured class, as they were asked for."""
+        last = max(record.arrival_s for record in self.run.records)
+        share = len(self._measured) / len(self._of_time)
+        return share * len(self.run.records) / last if last > 0 else math.nan
+
+    @cached_property
+    def utilization(self) -> float:
+        """The share of time with a request in the system (theory.py)."""
+        span = self.end_s - self.begin_s
+        return busy_s(self.run.records, self.begin_s, self.end_s) / span if span > 0 else math.nan
+
+    @cached_property
+    def services_s(self) -> list[float]:
+        """The service times (theory.py)."""
+        every = service_times(self.run.records)
+        return [found for i in self._measured if (found := every[i]) is not None]
+
+    @property
+    def in_service(self) -> float:
+        """Requests that are served together, on average over the time in which any is."""
+        times = sum(r.finished_s - begin for r in self.run.records
+                    if r.finished_s is not None and (begin := begins(r)) is not None)  # fmt: skip
+        busy = sum(found for found in service_times(self.run.records) if found is not None)
+        return times / busy if busy else math.nan
+
+    def met(self, ttft_slo_s: float, tpot_slo_s: float) -> list[float]:
+        """1 for each measured request that finished with its own TTFT and TPOT within the limits, else 0."""
+        return [
+            float(r.status == "finished" and (r.ttft_s or 0.0) <= ttft_slo_s and (r.tpot_s or 0.0) <= tpot_slo_s)
+            for r in self.records
+        ]
+
+    def goodput(self, ttft_slo_s: float, tpot_slo_s: float) -> float:
+        """Requests per second that finished within the limits."""
+        met = self.met(ttft_slo_s, tpot_slo_s)
+        return self.arrival_rate * sum(met) / len(met) if met else 0.0
+
+    def token_rate(self) -> float:
+        """New tokens per second within the measured time, of every request of the class."""
+        tokens = sum(self.begin_s <= at <= self.end_s for r in self.run.records for at in r.times_s
+                     if self.priority in (None, r.priority))  # fmt: skip
+        return tokens / (self.end_s - self.begin_s) if self.end_s > self.begin_s else math.nan
+
+    def mean(self, samples: Sequence[float]) -> Interval:
+        """The mean of what came in the order of time, with its interval by batch means."""
+        return batch_means_interval(samples)
+
+    def measurements(self, ttft_slo_s: float, tpot_slo_s: float) -> dict[str, Measurement]:
+        """The contract's names; `rejected` and `preempted` have one number a request, in the order of arrival."""
+        found = {
+            "ttft": Measurement("s", "lower", self.samples(lambda r: r.ttft_s if r.status == "finished" else None)),
+            "tpot": Measurement("s", "lower", self.samples(lambda r: r.tpot_s)),
+            "rejected": Measurement("requests", "lower", [float(r.status == "rejected") for r in self.records]),
+            "goodput": Measurement("requests/s", "higher", [self.goodput(ttft_slo_s, tpot_slo_s)]),
+        }
+        if self.end_s > self.begin_s:
+            found["utilization"] = Measurement("share", "none", [self.utilization])
+            found["output_throughput"] = Measurement("tokens/s", "higher", [self.token_rate()])
+        if self.run.knows_queue:
+            found["queue_delay"] = Measurement("s", "lower", self.samples(lambda r: r.queue_delay_s))
+            found["preempted"] = Measurement("times", "lower", [float(r.swapped + r.recomputed) for r in self.records])
+        return {name: measured for name, measured in found.items() if measured.samples}
+
+
+def ttft_p99(window: Window) -> Interval | None:
+    """TTFT at SLO_PERCENTILE with its bootstrap interval over the measured requests."""
+    samples = window.samples(lambda r: r.ttft_s if r.status == "finished" else None)
+    return bootstrap_interval(samples, SLO_PERCENTILE) if samples else None
+
+
+def tpot_mean(window: Window) -> Interval | None:
+    """The mean TPOT of the requests with its bootstrap interval."""
+    samples = window.samples(lambda r: r.tpot_s)
+    return bootstrap_interval(samples) if samples else None

@@ -1,0 +1,264 @@
+"""The curves of `quantlab batching` as tables, one for each part of one session."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from quantlab.core import units
+from quantlab.core.result import Result
+from quantlab.core.statistics import median
+from quantlab.core.text import printable
+from quantlab.report import batching_entries as show
+from quantlab.report.table import Entry, Head, Table
+
+_WORDS = {"meets": "yes", "fails": "no", "undecided": "not decided"}
+
+
+def tabulate_batching(results: Sequence[Result]) -> list[Table]:
+    """The tables of batching Results: of each session one for each of its parts, in order."""
+    sessions: dict[str, list[Result]] = {}
+    for result in sorted(results, key=lambda result: (result.started_at, int(result.details["row"]))):
+        sessions.setdefault(result.details["session"], []).append(result)
+    return [table for rows in sessions.values() for table in _session(rows)]
+
+
+def _session(rows: list[Result]) -> list[Table]:
+    parts = {part: [r for r in rows if r.details["part"] == part] for part in _TABLES}
+    answers = [r for r in rows if r.details["part"] == "answer"]
+    if parts["sla"] or answers:
+        # Loads were judged too.
+        parts["sla"] = [*parts["load"], *parts["sla"], *answers]
+    tables = [_TABLES[part](of_part) for part, of_part in parts.items() if of_part]
+    if not tables:
+        tables = [Table(_title(rows[0], "capacity"), [Head("capacity")], [[Entry(_capacity(rows) or "?")]])]
+    elif capacity := _capacity(rows):
+        index = [part for part in _TABLES if parts[part]].index("load") if parts["load"] else 0
+        tables[index].notes.insert(0, capacity)
+    tables[-1].notes.extend(_warnings(rows))
+    return tables
+
+
+def _batch(rows: list[Result]) -> Table:
+    heads = ["batch", "TPOT", "decode tok/s", "doubling gains", "floor share", "binds"]
+    body = []
+    for result in rows:
+        details, floor = result.details, result.measurements.get("tpot_floor")
+        gain = details["gain_of_doubling"]
+        share = floor.samples[0] / median(result.measurements["tpot"].samples) if floor else None
+        body.append(
+            [
+                Entry(str(details["batch"])),
+                Entry(show.interval(details["tpot_interval_s"], units.milliseconds)),
+                Entry(show.interval(details["throughput_interval"], units.measured)),
+                Entry("" if gain is None else units.change(1 + gain)),
+                Entry("" if share is None else units.percent(share, digits=2)),
+                Entry(details["binds"] or "?"),
+            ]
+        )
+    last, largest = rows[0].details, rows[-1].details["batch"]
+    said = [
+        f"knee: batch {last['knee']}, no doubling beyond it gains 10%"
+        if last["knee"] is not None
+        else f"no knee up to batch {largest}: the last doubling still gains 10%"
+    ]
+    if last["compute_binds_from"] is not None:
+        said.append(f"compute binds from batch {last['compute_binds_from']} on: a larger one takes as much longer")
+    label = printable(rows[0].label)
+    return _table(rows, "batch size", heads, body, verdicts=[(label, "; ".join(said))])
+
+
+def _load(rows: list[Result]) -> Table:
+    heads = [
+        "rate", "load", "utilization", "served at once", "queue delay", "M/M/1", "M/G/1", "TTFT P50", "TTFT P99",
+        "TPOT", "goodput", "rejected", "lost",
+    ]  # fmt: skip
+    body, verdicts = [], []
+    for result in rows:
+        d = result.details
+        body.append(
+            [
+                *show.rate_entries(result),
+                Entry(show.measured_share(result, "utilization")),
+                Entry(show.number(d.get("in_service"), 2)),
+                Entry(show.interval(d.get("queue_delay_interval_s"), units.milliseconds)),
+                show.prediction_entry(d, "mm1"),
+                show.prediction_entry(d, "mg1"),
+                *show.latency_entries(d),
+                Entry(show.goodput(result)),
+                *show.unserved_entries(d),
+            ]
+        )
+        if said := _theory(d):
+            verdicts.append((f"load {d['rho']:.2f}", said))
+    queue = "queue delay from arrival to the first step, ± the 95% interval of its mean by batch means; "
+    notes = [
+        "load is the rate as a share of the capacity; utilization the share of time with a request in the system; "
+        f"{queue if any('queue_delay' in r.measurements for r in rows) else ''}goodput counts requests within both "
+        "limits"
+    ]
+    return _table(rows, "load", heads, body, verdicts=verdicts, notes=notes)
+
+
+def _theory(d: dict[str, Any]) -> str:
+    """Which predictions lie within the interval, and what the others assume that is not so."""
+    if "mm1_holds" in d and d["mm1_holds"] is None:
+        return "too few requests to compare their mean delay with theory"
+    broken = {words: d.get(f"{model}_broken", []) for model, words in (("mm1", "M/M/1"), ("mg1", "M/G/1"))}
+    within = [words for model, words in (("mm1", "M/M/1"), ("mg1", "M/G/1")) if d.get(f"{model}_holds")]
+    said = [f"{' and '.join(within)} within the interval"] if within else []
+    beyond = [words for words, assumptions in broken.items() if assumptions]
+    if beyond:
+        assumptions = dict.fromkeys(assumption for words in beyond for assumption in broken[words])
+        said.append(f"{' and '.join(beyond)} beyond it. Broken: {'; '.join(assumptions)}")
+    return ", ".join(said)
+
+
+def _sla(rows: list[Result]) -> Table:
+    heads = ["rate", "load", "TTFT P50", "TTFT P99", "TPOT", "goodput", "rejected", "lost", "meets the limits"]
+    by_rate = sorted((r for r in rows if "rate" in r.details), key=lambda result: float(result.details["rate"]))
+    body = [
+        [
+            *show.rate_entries(result),
+            *show.latency_entries(result.details),
+            Entry(
+                show.interval(
+                    result.details["goodput_interval"], lambda value, half: f"{units.measured(value, half, 3)}/s"
+                )
+            ),
+            *show.unserved_entries(result.details),
+            Entry(_WORDS[result.details["verdict"]]),
+        ]
+        for result in by_rate
+    ]
+    verdicts = [(printable(r.label), _answer(r.details)) for r in rows if r.details["part"] == "answer"]
+    notes = [
+        "a rate meets the limits where the upper ends of both 95% intervals (bootstrap over requests) are within them"
+    ]
+    return _table(rows, "limits", heads, body, verdicts=verdicts, notes=notes)
+
+
+def _answer(answer: dict[str, Any]) -> str:
+    limits = (
+        f"TTFT {answer['ttft_at']} within {units.milliseconds(answer['ttft_slo_s'])} and {answer['tpot_at']} TPOT "
+        f"within {units.milliseconds(answer['tpot_slo_s'])}"
+    )
+    fails = answer["lowest_failing_rate"]
+    beyond = f"; {fails:.3g} per second fail" if fails else "" if fails is None else "; requests that are alone fail"
+    if answer["highest_rate"] is None:
+        return f"none: nothing was seen to meet {limits}{beyond}"
+    if answer["highest_rate"] == 0:
+        return f"no rate was seen to meet {limits}, only requests that are alone{beyond}"
+    return (
+        f"{answer['highest_rate']:.3g} requests per second meet {limits}{beyond}; goodput there "
+        f"{answer['goodput']:.3g} per second"
+    )
+
+
+def _mixed(rows: list[Result]) -> Table:
+    heads = [
+        "policy", "load", "TTFT P50", "TTFT P99", "TPOT", "limits met", "rejected", "preempted", "batch tok/s",
+        "longest batch wait", "its bound", "lost",
+    ]  # fmt: skip
+    base = rows[0].details["batch_throughput"]
+    body, verdicts = [], []
+    for result in rows:
+        d = result.details
+        rejected, lost = show.unserved_entries(d)
+        preempted = result.measurements["preempted"].samples
+        cost = d["batch_throughput"] / base if base else math.nan
+        body.append(
+            [
+                Entry(d["policy"]),
+                Entry(f"{d['rho']:.2f}"),
+                *show.latency_entries(d),
+                Entry(_WORDS[d["verdict"]]),
+                rejected,
+                Entry(f"{sum(preempted):.0f}"),
+                Entry(show.number(d["batch_throughput"], 3), "" if result is rows[0] else units.change(cost)),
+                Entry(show.seconds(d["longest_batch_wait_s"])),
+                Entry(show.seconds(d["batch_wait_bound_s"])),
+                lost,
+            ]
+        )
+        verdicts.append((d["policy"], _held(result)))
+    notes = [
+        "TTFT, TPOT and the limits are those of the interactive requests; every second request is a batch request with "
+        "an answer four times as long; batch tok/s is what those get, against fcfs; a batch request waits at most for "
+        "the service times of what comes before it or within the ageing time and goes before it"
+    ]
+    return _table(rows, "mixed traffic", heads, body, verdicts=verdicts, notes=notes)
+
+
+def _held(result: Result) -> str:
+    """Whether the limits hold, and which does not."""
+    d, spec = result.details, result.spec
+    parts = []
+    for name, interval, limit in (
+        ("TTFT P99", d["ttft_p99_interval_s"], spec["ttft_slo_s"]),
+        ("TPOT", d["tpot_mean_interval_s"], spec["tpot_slo_s"]),
+    ):
+        if interval is None:
+            continue
+        value, low, high = interval
+        sure = high is not None and (high <= limit or low > limit)
+        verb = "is within" if value <= limit else "is beyond"
+        parts.append(
+            f"{name} {units.milliseconds(value)} {verb} {units.milliseconds(limit)}{'' if sure else ' (not sure)'}"
+        )
+    if d["share_unserved"]:
+        parts.append(
+            f"{d['share_unserved']:.0%} of the interactive requests are rejected or lost, and count in neither"
+        )
+    return f"at a load of {d['rho']:.2f} " + "; ".join(parts)
+
+
+_TABLES: dict[str, Callable[[list[Result]], Table]] = {"batch": _batch, "load": _load, "sla": _sla, "mixed": _mixed}
+
+
+def _table(
+    rows: list[Result],
+    what: str,
+    heads: list[str],
+    body: list[list[Entry]],
+    *,
+    verdicts: list[tuple[str, str]],
+    notes: list[str] | None = None,
+) -> Table:
+    """A table without the columns that no row fills."""
+    filled = [i for i in range(len(heads)) if any(str(row[i]) for row in body)]
+    return Table(
+        title=_title(rows[0], what),
+        heads=[Head(heads[i], "right" if i else "left") for i in filled],
+        rows=[[row[i] for i in filled] for row in body],
+        verdicts=verdicts,
+        notes=[*(notes or [])],
+    )
+
+
+def _title(result: Result, what: str) -> str:
+    runtime = result.runtime
+    way = "" if runtime is None else f", {runtime.name}" if runtime.name != "simulated" else ", simulated"
+    return f"{printable(result.label)}: {what}{way}"
+
+
+def _capacity(rows: list[Result]) -> str | None:
+    for result in rows:
+        if result.details["part"] == "capacity":
+            mu, most = result.measurements["capacity"].samples[0], result.details["max_num_seqs"]
+            server = result.model.format == "endpoint"
+            told = f"taken to serve {most} at once, `--max-num-seqs`" if server else f"up to {most} sequences at once"
+            return f"capacity {mu:.3g} requests per second ({told}): all requests at once, until the queue is empty"
+    return None
+
+
+def _warnings(rows: list[Result]) -> list[str]:
+    """What the rows warned of, each once."""
+    said: dict[str, str] = {}
+    for result in rows:
+        for warning in result.warnings:
+            # Of the machine the last one tells of the whole bench.
+            key = warning.code if warning.code == "busy-machine" else warning.message
+            said[key] = f"{warning.message}: {warning.hint}" if warning.hint else warning.message
+    return [printable(text) for text in said.values()]

@@ -1,0 +1,222 @@
+"""What the curves say: the knee, what binds, the bisection under limits, the bound on starvation."""
+
+from __future__ import annotations
+
+import math
+import random
+from typing import Any
+
+import pytest
+
+from quantlab.bench.batching.batch_sizes import BatchPoint, binds, compute_binds_from, decode_step_s, gains, knee
+from quantlab.bench.batching.load import Asked, at_rate, lengths, mixed
+from quantlab.bench.batching.mixed import waits_and_bounds
+from quantlab.bench.batching.serve import Cell, Run
+from quantlab.bench.batching.sla import Judged, Search, judge, steps_at_most
+from quantlab.bench.batching.spec import BatchingSpec
+from quantlab.bench.batching.target import SimulatedTarget
+from quantlab.bench.batching.theory import saturated
+from quantlab.bench.batching.window import Window
+from quantlab.core.errors import QuantlabError
+from quantlab.core.model import ModelFile
+from quantlab.core.statistics import Interval
+from quantlab.engine import RequestRecord
+from quantlab.runtime.step_model import StepModel
+
+FILE = ModelFile("m.gguf", "m", "m.gguf", "0")
+
+
+def spec(**options: Any) -> BatchingSpec:
+    return BatchingSpec(FILE, **options)
+
+
+def points(steps: dict[int, float], floor_s: float | None = None) -> list[BatchPoint]:
+    return [BatchPoint(batch, [step, step], floor_s) for batch, step in steps.items()]
+
+
+# throughput against batch size
+
+
+def test_what_binds_follows_the_roofline() -> None:
+    """A step is the larger of 10 ms to read and 2 ms a sequence to compute: they meet at 5."""
+    curve = points({b: max(0.010, 0.002 * b) for b in (1, 2, 4, 8, 16)}, floor_s=0.010)
+    assert gains(curve) == pytest.approx([2, 2, 1.25, 1])
+    assert binds(curve) == ["memory", "memory", "memory", "memory", "compute"]
+    assert knee(curve) == 8
+    assert compute_binds_from(curve) == 16
+
+
+def test_compute_binds_low_bits_early_and_overhead_is_neither() -> None:
+    """llama-batched-bench of Q4_K_M on two cores: 69, 80, 114, 123, 153 tokens a second."""
+    curve = points({b: b / rate for b, rate in zip((1, 2, 4, 8, 16), (69, 80, 114, 123, 153), strict=True)}, 0.003)
+    assert binds(curve) == ["compute", "overhead", "compute", "compute", "compute"]
+    assert compute_binds_from(curve) == 4
+    # 4 to 8 gains 8%, 8 to 16 again 24%.
+    assert knee(curve) is None
+    flat = points({1: 0.02, 2: 0.0201, 4: 0.0202}, floor_s=0.001)
+    assert binds(flat) == ["overhead"] * 3
+
+
+def test_without_a_floor_only_compute_is_told() -> None:
+    assert binds(points({1: 0.01, 2: 0.011, 4: 0.021})) == [None, "compute", "compute"]
+    # Faster than the floor: weights that come from the cache.
+    assert binds(points({1: 0.01, 2: 0.0101}, floor_s=0.02)) == [None, None]
+
+
+def test_gains_are_those_of_a_doubling_whatever_the_batches() -> None:
+    assert gains(points({1: 0.01, 8: 0.01, 12: 0.015})) == pytest.approx([2.0, 1.0])
+    (alone,) = points({4: 0.01})
+    assert (knee([alone]), binds([alone]), gains([alone])) == (None, [None], [])
+
+
+def test_a_decode_step_is_timed_while_all_decode() -> None:
+    """Two prompts that are computed one after the other: 0.5 s apart."""
+    records = [
+        RequestRecord(i, "interactive", "finished", 4, 0.0, times_s=[0.5 * i + 0.1 * k for k in range(11)])
+        for i in (0, 1)
+    ]
+    assert decode_step_s(Run(records)) == pytest.approx(0.1)
+    records[1].times_s = [at + 5 for at in records[1].times_s]
+    with pytest.raises(QuantlabError, match="first answer ends before the last one begins"):
+        decode_step_s(Run(records))
+    records[1].status, records[1].reason = "failed", "device lost"
+    with pytest.raises(QuantlabError, match="device lost"):
+        decode_step_s(Run(records))
+
+
+# the search under limits
+
+
+def told(rate: float, verdict: Any) -> Judged:
+    return Judged(rate, verdict, None, None, Interval(rate, None, None), 0.0)
+
+
+def searched(threshold: float, mu: float = 1.0, width: float = 0.0, known: list[Judged] | None = None) -> Search:
+    """A search where rates up to `threshold` meet, those beyond `threshold` + `width` fail."""
+    search = Search(mu, known or [])
+    n = 0
+    for rate in search.rates():
+        n += 1
+        verdict = "meets" if rate <= threshold else "fails" if rate > threshold + width else "undecided"
+        search.tell(told(rate, verdict))
+    assert n <= steps_at_most()
+    return search
+
+
+@pytest.mark.parametrize("threshold", [0.25, 0.5, 0.77, 1.0])
+def test_bisection_finds_the_threshold(threshold: float) -> None:
+    highest, failing = searched(threshold).answer()
+    assert highest is not None
+    assert failing is not None
+    assert highest.rate <= threshold < failing.rate
+    assert failing.rate - highest.rate <= 0.06
+
+
+def test_what_is_undecided_is_no_answer() -> None:
+    highest, failing = searched(0.5, width=0.2).answer()
+    assert highest is not None
+    assert failing is not None
+    assert highest.rate <= 0.5
+    assert failing.rate > 0.7
+
+
+def test_no_rate_may_meet_and_every_rate_may() -> None:
+    nothing = searched(-1.0)
+    assert nothing.answer().highest is None
+    assert [judged.rate for judged in nothing.judged] == pytest.approx([1.05, 0.2, 0.0])
+    alone = searched(0.01)
+    assert [judged.rate for judged in alone.judged] == pytest.approx([1.05, 0.2, 0.0, 0.1, 0.05])
+    highest, failing = alone.answer()
+    assert highest is not None
+    assert failing is not None
+    assert (highest.rate, failing.rate) == (0.0, pytest.approx(0.05))
+    everything = searched(9.0).answer()
+    assert everything.highest is not None
+    assert everything.highest.rate == pytest.approx(1.05)
+    assert everything.lowest_failing is None
+
+
+def test_loads_that_are_known_are_not_measured_again() -> None:
+    known = [told(0.5, "meets"), told(0.7, "meets"), told(0.8, "undecided"), told(0.9, "fails")]
+    search = searched(0.74, known=known)
+    assert [j.rate for j in search.judged[4:]] == pytest.approx([0.75])
+    highest, failing = search.answer()
+    assert highest is not None
+    assert failing is not None
+    assert (highest.rate, failing.rate) == (0.7, pytest.approx(0.75))
+
+
+def test_a_rate_that_meets_above_one_that_does_not_is_no_answer() -> None:
+    highest, _ = searched(0.3, known=[told(0.5, "fails"), told(0.8, "meets")]).answer()
+    assert highest is not None
+    assert highest.rate <= 0.3
+
+
+def answered(ttft: list[float], tpot: float = 0.01, **changes: Any) -> Window:
+    records = [
+        RequestRecord(
+            i, "interactive", "finished", 4, i * 0.1, new_tokens=2, admitted_s=i * 0.1,
+            first_token_s=i * 0.1 + wait, finished_s=i * 0.1 + wait + tpot, **changes,
+        )
+        for i, wait in enumerate(ttft)
+    ]  # fmt: skip
+    return Window(Run(records))
+
+
+def test_a_rate_meets_fails_or_is_not_decided() -> None:
+    options = spec(ttft_slo_s=0.5, tpot_slo_s=0.05)
+    rng = random.Random(0)
+    good = [rng.uniform(0.1, 0.3) for _ in range(200)]
+    assert judge(options, 10.0, answered(good)).verdict == "meets"
+    assert judge(options, 10.0, answered(good, tpot=0.06)).verdict == "fails"
+    assert judge(options, 10.0, answered([w + 0.5 for w in good])).verdict == "fails"
+    # Two late ones of 160: the 99th percentile lies at their edge.
+    edge = [*good[:100], 0.9, 0.9, *good[102:]]
+    assert judge(options, 10.0, answered(edge)).verdict == "undecided"
+    assert judge(options, 10.0, answered(good[:1])).verdict == "undecided"
+    judged = judge(options, 10.0, answered(good))
+    assert judged.goodput.estimate == pytest.approx(200 / 19.9)
+
+
+def test_rejections_fail_a_rate_that_would_meet() -> None:
+    window = answered([0.1] * 100)
+    for record in window.run.records[40:45]:
+        record.status, record.first_token_s = "rejected", None
+    judged = judge(spec(), 10.0, window)
+    assert (judged.verdict, judged.unserved) == ("fails", pytest.approx(5 / 80))
+    assert judge(spec(), 10.0, window, rejections=False).verdict == "meets"
+    for record in window.run.records[40:45]:
+        record.status = "failed"
+    assert judge(spec(), 10.0, window, rejections=False).verdict == "fails"
+
+
+# mixed traffic
+
+
+@pytest.mark.parametrize("policy", ["priority", "preemption", "guarded"])
+@pytest.mark.parametrize("ageing_s", [0.0, 1.0, 1e6])
+def test_no_batch_request_waits_beyond_its_bound(policy: str, ageing_s: float) -> None:
+    drawn = lengths(spec(requests=300, prompt_tokens=20, new_tokens=10))
+    steps = StepModel(0.02, 1e-3, 0.0, 4e-3)
+    target = SimulatedTarget(steps, 4096, 4, swap_token_s=1e-5)
+    mu = saturated(target.run(Cell(mixed(at_rate(drawn, math.inf), ttft_slo_s=0.5), 4, 64)).records, 4).mu
+    run = target.run(Cell(mixed(at_rate(drawn, 1.2 * mu), ttft_slo_s=0.5), 4, 64, None, policy, ageing_s))
+    found = waits_and_bounds(run.records, ageing_s)
+    assert len(found) == 150
+    assert all(wait <= bound + 1e-9 for wait, bound in found)
+    # The bound is no number that holds for anything.
+    assert any(wait > bound / 2 for wait, bound in found)
+
+
+def test_ageing_bounds_the_wait() -> None:
+    """Interactive traffic beyond capacity for a long time, and one batch request in it."""
+    steps, seqs = StepModel(0.05), 4
+    live = [Asked(1, 10, i / 9.0) for i in range(600)]
+    requests = sorted([*live, Asked(1, 10, 5.0, "batch")], key=lambda asked: asked.arrival_s)
+    waits = {}
+    for ageing_s in (1e6, 2.0):
+        cell = Cell(requests, seqs, 64, None, "priority", ageing_s)
+        ((wait, bound),) = waits_and_bounds(SimulatedTarget(steps, 64, seqs).run(cell).records, ageing_s)
+        assert wait <= bound + 1e-9
+        waits[ageing_s] = wait
+    assert waits[2.0] < 4 < 20 < waits[1e6]
