@@ -97,7 +97,7 @@ def test_loads_are_shares_of_the_measured_capacity(real: dict[str, list[Outcome]
     assert [row.details["rate"] for row in real["load"]] == pytest.approx([0.3 * mu, 0.6 * mu])
     assert capacity.details["requests_finished"] == 20
     (answer,) = real["answer"]
-    assert answer.measurements["sla_capacity"].samples[0] == pytest.approx(1.05 * mu)
+    assert answer.measurements["sla_capacity"].samples[0] == pytest.approx(0.98 * mu)
 
 
 def test_each_batch_has_a_sample_a_repetition(real: dict[str, list[Outcome]]) -> None:

@@ -103,7 +103,7 @@ def searched(threshold: float, mu: float = 1.0, width: float = 0.0, known: list[
     return search
 
 
-@pytest.mark.parametrize("threshold", [0.25, 0.5, 0.77, 1.0])
+@pytest.mark.parametrize("threshold", [0.25, 0.5, 0.77, 0.97])
 def test_bisection_finds_the_threshold(threshold: float) -> None:
     highest, failing = searched(threshold).answer()
     assert highest is not None
@@ -123,17 +123,24 @@ def test_what_is_undecided_is_no_answer() -> None:
 def test_no_rate_may_meet_and_every_rate_may() -> None:
     nothing = searched(-1.0)
     assert nothing.answer().highest is None
-    assert [judged.rate for judged in nothing.judged] == pytest.approx([1.05, 0.2, 0.0])
+    assert [judged.rate for judged in nothing.judged] == pytest.approx([0.98, 0.2, 0.0])
     alone = searched(0.01)
-    assert [judged.rate for judged in alone.judged] == pytest.approx([1.05, 0.2, 0.0, 0.1, 0.05])
+    assert [judged.rate for judged in alone.judged] == pytest.approx([0.98, 0.2, 0.0, 0.1, 0.05])
     highest, failing = alone.answer()
     assert highest is not None
     assert failing is not None
     assert (highest.rate, failing.rate) == (0.0, pytest.approx(0.05))
     everything = searched(9.0).answer()
     assert everything.highest is not None
-    assert everything.highest.rate == pytest.approx(1.05)
+    assert everything.highest.rate == pytest.approx(0.98)
     assert everything.lowest_failing is None
+
+
+def test_a_load_of_one_or_more_never_meets() -> None:
+    """A short run ends before its queue has grown beyond the limits."""
+    highest, failing = searched(9.0, known=[told(0.9, "meets"), told(1.2, "meets")]).answer()
+    assert highest is not None
+    assert (highest.rate, failing) == (pytest.approx(0.98), None)
 
 
 def test_loads_that_are_known_are_not_measured_again() -> None:

@@ -281,8 +281,10 @@ def test_wrong_names_and_files(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="unknown evaluation text") as caught:
         load_text("wikitext", "evaluation")
     assert "`wikitext2`" in caught.value.hint
-    with pytest.raises(QuantlabError, match="is not a text file"):
+    with pytest.raises(QuantlabError, match="does not exist"):
         load_text(str(tmp_path / "missing.txt"))
+    with pytest.raises(QuantlabError, match="is not a text file"):
+        load_text(str(tmp_path))
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9 au lait")
     with pytest.raises(QuantlabError, match="not UTF-8"):
         load_text(str(tmp_path / "latin.txt"))

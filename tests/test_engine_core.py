@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Any
 
 import hypothesis
@@ -483,3 +485,15 @@ def test_order_and_priority_are_kept_by_the_waiting_queue() -> None:
         engine = Engine(simulated(clock), Limits(1, 32, 64, N_CTX), clock=clock, order=order)
         engine.run(requests)
         assert [event.request_id for event in engine.events if event.kind == "admitted"] == expected
+
+
+def test_learning_costs_imports_nothing_in_the_middle_of_a_run() -> None:
+    """The first fit came with an import of 0.2 s, which whoever waited then was charged with."""
+    script = (
+        "import sys; from quantlab.engine import MeasuredCosts; costs = MeasuredCosts(); before = set(sys.modules)\n"
+        "from quantlab.runtime.step_model import MeasuredStep, StepShape\n"
+        "for i in range(1, 20): costs.observe_step(MeasuredStep(StepShape(0, 0, i, i), 0.01 * i))\n"
+        "assert costs.fit(); print([name for name in set(sys.modules) - before if name.startswith('scipy')])"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

@@ -16,13 +16,16 @@ import msgspec
 import pytest
 import yaml
 
-from quantlab.core.artifact import content_sha256, read_record
+from quantlab.core.artifact import content_sha256, read_record, write_record
+from quantlab.core.corpus import load_text
 from quantlab.core.errors import QuantlabError, UsageError
 from quantlab.core.model import ModelFile
 from quantlab.core.progress import silent
 from quantlab.core.result import Outcome
+from quantlab.evaluate.perplexity import calibrated_on
 from quantlab.lab.recipe import read_recipe
 from quantlab.quantize import methods, torch_facts, torch_method
+from quantlab.quantize.calibration import build
 from quantlab.quantize.engines import ENGINES, Engine
 from quantlab.quantize.spec import QuantizeSpec
 from tests import fake_engine
@@ -117,6 +120,28 @@ def test_no_path_of_this_machine_is_written(folder: Path, tmp_path: Path) -> Non
             content = file.read_text(encoding="utf-8")
             assert str(tmp_path) not in content
             assert "private text" not in content
+
+
+def test_measuring_on_the_own_text_that_calibrated_is_told(folder: Path, tmp_path: Path) -> None:
+    for name in ("mine", "other"):
+        (tmp_path / f"{name}.txt").write_text(f"the {name} words of a text\n" * 4000, encoding="utf-8")
+    run(folder)
+    out = folder.parent / "out" / "a.b"
+    texts = {name: load_text(str(tmp_path / f"{name}.txt"), "evaluation") for name in ("mine", "other")}
+    drawn = build([(texts["mine"], 1.0)], lambda text, _: list(range(999)), samples=4, length=64, seed=0, bos=None,
+                  template=None)  # fmt: skip
+    record = read_record(out)
+    write_record(out, msgspec.structs.replace(record, calibration=drawn.record))
+    model = ModelFile(str(out), "a.b", str(out), content_sha256(out))
+    assert [note.code for note in calibrated_on(model, texts["mine"])] == ["calibration-text"]
+    assert calibrated_on(model, texts["other"]) == []
+    assert calibrated_on(spec_of(folder).model, texts["mine"]) == []
+
+
+def test_a_dry_run_looks_at_the_texts(folder: Path) -> None:
+    with pytest.raises(QuantlabError, match="does not exist"):
+        methods.dry_run(spec_of(folder, calib=["nofile.txt"]), silent)
+    assert methods.dry_run(spec_of(folder), silent).size_bytes > 0
 
 
 @pytest.mark.parametrize(

@@ -95,7 +95,11 @@ def show_prediction(prediction: Prediction, *, as_json: bool) -> None:
     say(f"peak memory   {units.size(prediction.peak_process_bytes, None)}")
     if prediction.peak_device_bytes:
         say(f"on the device {units.size(prediction.peak_device_bytes, None)}")
-    known = "not known beforehand" if prediction.quantize_s is None else f"{prediction.quantize_s:.1f} s"
+    known = (
+        "not known beforehand"
+        if prediction.quantize_s is None
+        else f"{prediction.quantize_s:.1f} s, loading and checking come on top"
+    )
     say(f"quantizing    {known}")
     _say_types(prediction.tensor_types)
     print_notices([("dry run", notice) for notice in prediction.warnings])

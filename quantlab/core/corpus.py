@@ -174,8 +174,10 @@ def load_text(name_or_path: str, purpose: Purpose = "calibration", *, offline: b
     path = user_path(name_or_path)
     if path.is_file():
         return _load_file(path, known, purpose)
-    if path.exists() or path.suffix or os.sep in name_or_path:
+    if path.exists():
         raise QuantlabError(f"`{name_or_path}` is not a text file", "check the path")
+    if path.suffix or os.sep in name_or_path:
+        raise QuantlabError(f"`{name_or_path}` does not exist", "check the path")
     raise unknown_name(f"{purpose} text", name_or_path, [card.name for card in known.values() if card.serves(purpose)])
 
 

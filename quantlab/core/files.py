@@ -27,7 +27,9 @@ _SETTLED_S = 2.0
 def check_output(path: Path, *, force: bool) -> None:
     """Refuse to overwrite, and refuse a folder that cannot be written, before any work is done."""
     if path.exists() and not force:
-        raise QuantlabError(f"`{path}` exists", "use `--force` to replace it, or `--out` for another place")
+        raise QuantlabError(
+            f"`{path}` exists", "use `--force` to replace it, or give another place (`--out`, or `out:` in a recipe)"
+        )
     if path.is_dir():
         raise QuantlabError(f"`{path}` is a folder", "give `--out` the name of a file")
     _check_place(path)
@@ -37,7 +39,10 @@ def check_output_folder(path: Path, marker: str, *, force: bool) -> None:
     """As `check_output` for a folder; `force` replaces one that holds the file `marker`, and no other."""
     if path.exists():
         if not force:
-            raise QuantlabError(f"`{path}` exists", "use `--force` to replace it, or `--out` for another place")
+            raise QuantlabError(
+                f"`{path}` exists",
+                "use `--force` to replace it, or give another place (`--out`, or `out:` in a recipe)",
+            )
         if not path.is_dir():
             raise QuantlabError(f"`{path}` is a file", "give `--out` the name of a folder")
         if not (path / marker).is_file() and any(path.iterdir()):

@@ -59,6 +59,9 @@ class MeasuredCosts:
     """
 
     def __init__(self) -> None:
+        # What `fit` needs, before the first request: importing it in mid-run would delay whoever waits, 0.2 s.
+        import scipy.optimize  # noqa: F401
+
         self._prefill: deque[MeasuredStep] = deque(maxlen=_WINDOW)
         self._decode: deque[MeasuredStep] = deque(maxlen=_WINDOW)
         self._swaps: deque[tuple[int, float]] = deque(maxlen=_WINDOW)

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from quantlab.core.artifact import model_info
-from quantlab.core.corpus import load_text
+from quantlab.core.artifact import model_info, read_record
+from quantlab.core.corpus import Corpus, load_text
 from quantlab.core.errors import QuantlabError
 from quantlab.core.files import sha256_text
 from quantlab.core.model import ModelFile
@@ -75,8 +75,23 @@ def run(spec: PplSpec, progress: Progress = silent) -> Outcome:
         "text_hash": sha256_text(text),
         **measured.details,
     }
-    warnings = [*corpus.notes, *measured.warnings]
+    notes = corpus.notes or calibrated_on(spec.model, corpus)
+    warnings = [*notes, *measured.warnings]
     return Outcome(spec.model.label, model, measured.runtime, measured.measurements, warnings, details)
+
+
+def calibrated_on(model: ModelFile, corpus: Corpus) -> list[Notice]:
+    """`calibration-text` where the record of an artifact names this text, which may be anybody's own."""
+    record = read_record(Path(model.path))
+    if record is None or corpus.sha256 not in msgspec.json.encode(record.calibration).decode():
+        return []
+    return [
+        Notice(
+            "calibration-text",
+            f"`{model.label}` was calibrated on `{corpus.name}`: it looks better there than it is",
+            "measure on `wikitext2`, or on another text of your own",
+        )
+    ]
 
 
 def _part(windows: int, available: int | None) -> str:

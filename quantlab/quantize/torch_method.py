@@ -110,8 +110,11 @@ def run(spec: QuantizeSpec, progress: Progress) -> Outcome:
 
 
 def dry_run(spec: QuantizeSpec, progress: Progress) -> Prediction:
-    """What `run` would write and need, from headers alone; raises what `run` raises for the input."""
-    return plan(read_source(spec), spec).prediction
+    """What `run` would write and need, from headers alone; raises what `run` raises for the input and the texts."""
+    source = read_source(spec)
+    if calibrates(spec):
+        _calibration(spec, source)
+    return plan(source, spec).prediction
 
 
 def check(spec: QuantizeSpec) -> None:

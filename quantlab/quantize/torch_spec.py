@@ -92,7 +92,8 @@ def _integer(spec: QuantizeSpec) -> QuantizeSpec:
     group = own if spec.group_size is None else spec.group_size
     if group not in GROUP_SIZES:
         raise UsageError(
-            f"`--group-size {group}`", f"kernels know {', '.join(map(str, GROUP_SIZES))} (-1: a whole row)"
+            f"`--group-size {group}` is no group size",
+            f"kernels know {', '.join(map(str, GROUP_SIZES))} (-1: a whole row)",
         )
     sym = _SYMMETRIC[spec.method] if spec.sym is None else spec.sym
     return msgspec.structs.replace(spec, bits=bits, group_size=group, sym=sym)

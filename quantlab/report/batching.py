@@ -146,6 +146,8 @@ def _answer(answer: dict[str, Any]) -> str:
     )
     fails = answer["lowest_failing_rate"]
     beyond = f"; {fails:.3g} per second fail" if fails else "" if fails is None else "; requests that are alone fail"
+    if answer["capacity_binds"]:
+        beyond = ", as far as capacity goes: the limits do not bind before it"
     if answer["highest_rate"] is None:
         return f"none: nothing was seen to meet {limits}{beyond}"
     if answer["highest_rate"] == 0:

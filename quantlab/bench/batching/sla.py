@@ -21,8 +21,9 @@ from quantlab.core.statistics import Interval, bootstrap_interval
 
 Verdict = Literal["meets", "fails", "undecided"]
 
-# The lowest load that is tried before requests alone; none above capacity can last.
-_LOWEST, _HIGHEST = 0.2, 1.05
+# The lowest load that is tried before requests alone, and the highest: no load of 1 can last, and one that meets the
+# limits meets them because the run was short.
+_LOWEST, _HIGHEST = 0.2, 0.98
 ALONE = 0.0
 # The bisection ends when the rate is known to this share of the capacity.
 _RESOLUTION = 0.06
@@ -84,7 +85,7 @@ class Search:
 
     def __init__(self, mu: float, known: Sequence[Judged] = ()) -> None:
         self._mu = mu
-        self.judged = list(known)
+        self.judged = [judged for judged in known if judged.rate < mu or judged.verdict != "meets"]
 
     def _low(self) -> float | None:
         """The highest rate that meets, with none below it that does not."""
@@ -98,8 +99,9 @@ class Search:
 
     def rates(self) -> Iterator[float]:
         """The rates to measure; each must be told before the next is asked for."""
-        if self._high() is None:
-            yield max(_HIGHEST * self._mu, *(judged.rate for judged in self.judged), 0.0)
+        top = _HIGHEST * self._mu
+        if self._high() is None and all(judged.rate < top for judged in self.judged):
+            yield top
         if self._low() is None:
             high = self._high()
             yield min(_LOWEST * self._mu, math.inf if high is None else high / 2)
@@ -153,4 +155,6 @@ def summary(spec: BatchingSpec, answer: Answer) -> dict[str, Any]:
         "highest_rate": highest.rate if highest else None,
         "goodput": highest.goodput.estimate if highest and highest.rate else None,
         "lowest_failing_rate": failing.rate if failing else None,
+        # Not the limits but the capacity is what ends it.
+        "capacity_binds": highest is not None and failing is None,
     }
