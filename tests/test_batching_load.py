@@ -34,6 +34,8 @@ def spec(model: ModelFile = FILE, **options: Any) -> BatchingSpec:
         ({"ttft_slo_s": 0.0}, "`--ttft-slo` 0", "above zero"),
         ({"tpot_slo_s": -1.0}, "`--tpot-slo` -1", "above zero"),
         ({"burstiness": 0.0}, "`--burstiness` 0", "above zero"),
+        ({"utilization": [0.5, 80.0]}, "a load of 80 times the capacity", "0.8 for 80%"),
+        ({"mixed_utilization": 95.0}, "a load of 95 times the capacity", "shares"),
         ({"utilization": [0.0]}, "`--utilization` 0", "above zero"),
         ({"policy": "priorty"}, "unknown policy `priorty`", "`priority`"),
         ({"parts": ["lod"]}, "unknown part `lod`", "`load`"),

@@ -22,6 +22,9 @@ _LEAST_REQUESTS = 10
 # A bare number from here on may be meant in milliseconds.
 _AMBIGUOUS_S = 10.0
 
+# Beyond it a load teaches nothing more, and a percentage is more likely.
+_LARGEST_LOAD = 5
+
 
 class BatchingSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One model, and which parts of the bench run on it (all; of an endpoint those that load it).
@@ -123,6 +126,9 @@ class BatchingSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                     raise UsageError(f"`--{option.replace('_', '-')}` {value:g}", "give a number above zero")
             if values == []:
                 raise UsageError(f"`--{name}` names nothing", "give at least one number")
+        for value in (*self.utilization, self.mixed_utilization):
+            if value > _LARGEST_LOAD:
+                raise UsageError(f"a load of {value:g} times the capacity", "loads are shares: 0.8 for 80%")
         if not (self.ageing_s >= 0 and math.isfinite(self.ageing_s)):
             raise UsageError(f"`--ageing` {self.ageing_s}", "give seconds from 0 on")
 
