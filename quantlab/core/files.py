@@ -22,14 +22,13 @@ _CHUNK = 1 << 22
 _SHA256_DIGITS = 64
 _WORTH_REMEMBERING_BYTES = 1 << 24
 _SETTLED_S = 2.0
+_ANOTHER_PLACE = "use `--force` to replace it, or give another place (`--out`, or `out:` in a recipe)"
 
 
 def check_output(path: Path, *, force: bool) -> None:
     """Refuse to overwrite, and refuse a folder that cannot be written, before any work is done."""
     if path.exists() and not force:
-        raise QuantlabError(
-            f"`{path}` exists", "use `--force` to replace it, or give another place (`--out`, or `out:` in a recipe)"
-        )
+        raise QuantlabError(f"`{path}` exists", _ANOTHER_PLACE)
     if path.is_dir():
         raise QuantlabError(f"`{path}` is a folder", "give `--out` the name of a file")
     _check_place(path)
@@ -39,10 +38,7 @@ def check_output_folder(path: Path, marker: str, *, force: bool) -> None:
     """As `check_output` for a folder; `force` replaces one that holds the file `marker`, and no other."""
     if path.exists():
         if not force:
-            raise QuantlabError(
-                f"`{path}` exists",
-                "use `--force` to replace it, or give another place (`--out`, or `out:` in a recipe)",
-            )
+            raise QuantlabError(f"`{path}` exists", _ANOTHER_PLACE)
         if not path.is_dir():
             raise QuantlabError(f"`{path}` is a file", "give `--out` the name of a folder")
         if not (path / marker).is_file() and any(path.iterdir()):

@@ -190,8 +190,7 @@ def _length_notices(source: TorchSource, spec: QuantizeSpec) -> list[Notice]:
 def _check_memory(prediction: Prediction) -> None:
     """Raise where the process or the device lacks room now, with both numbers."""
     free = {"memory": psutil.virtual_memory().available}
-    on_device = hardware.nvidia_free_bytes()
-    if prediction.peak_device_bytes and on_device is not None:
+    if prediction.peak_device_bytes and (on_device := hardware.nvidia_free_bytes()) is not None:
         free["device memory"] = on_device
     need = {"memory": prediction.peak_process_bytes, "device memory": prediction.peak_device_bytes}
     for kind, free_bytes in free.items():

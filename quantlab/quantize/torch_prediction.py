@@ -165,10 +165,14 @@ def _process_bytes(source: TorchSource, quantized: list[Linear], spec: QuantizeS
     return _LIBRARIES_BYTES + model + _samples_bytes(source, quantized, spec, width)
 
 
+def _window_bytes(source: TorchSource) -> int:
+    """Logits of a window of the check's text, of which it holds three."""
+    return 3 * 4 * CHECK_WINDOW_TOKENS * int(source.config.get("vocab_size") or 0)
+
+
 def _check_bytes(source: TorchSource, device: str) -> int:
-    logits = 3 * 4 * CHECK_WINDOW_TOKENS * int(source.config.get("vocab_size") or 0)
     model = source.stored_bytes + (4 * source.params if device == "cpu" else 0)
-    return _LIBRARIES_BYTES + model + logits
+    return _LIBRARIES_BYTES + model + _window_bytes(source)
 
 
 def _device_bytes(source: TorchSource, quantized: list[Linear], spec: QuantizeSpec, width: int) -> int:
@@ -176,8 +180,7 @@ def _device_bytes(source: TorchSource, quantized: list[Linear], spec: QuantizeSp
     if spec.engine in ("gptqmodel", "optimum"):
         widest = max(_by_layer(quantized, lambda linear: linear.params), default=0)
         held = source.params - sum(linear.params for linear in quantized) + 2 * widest
-    logits = 3 * 4 * CHECK_WINDOW_TOKENS * int(source.config.get("vocab_size") or 0)
-    return max(held * width + _samples_bytes(source, quantized, spec, width), 2 * source.params + logits)
+    return max(held * width + _samples_bytes(source, quantized, spec, width), 2 * source.params + _window_bytes(source))
 
 
 def _by_layer(quantized: list[Linear], size: Callable[[Linear], int]) -> Iterable[int]:
