@@ -6,6 +6,7 @@ within a small part of their spread; a control shows that another history differ
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -145,6 +146,19 @@ class BackendContract:
         more = tokens[:1]
         assert distance(feed(backend, 2, more, len(tokens)), feed(backend, 0, more, len(tokens))) < CLOSE
 
+    @pytest.mark.parametrize("held", [1, 10, 16, 20])
+    def test_what_was_computed_twice_is_shared(self, backend: Backend, tokens: Tokens, held: int) -> None:
+        expected = feed(backend, 0, tokens)
+        backend.release(0)
+        feed(backend, 0, tokens[:20])
+        feed(backend, 1, tokens[:held])
+        backend.share(0, 1, 20)
+        assert backend.length(1) == 20
+        # Now it needs what it had computed no more.
+        feed(backend, 2, tokens[::-1])
+        assert distance(feed(backend, 1, tokens[20:], 20), expected) < CLOSE
+        assert distance(feed(backend, 0, tokens[20:], 20), expected) < CLOSE
+
     @pytest.mark.parametrize("keep", [0, 1, 9, 24])
     def test_truncate_and_continue(self, backend: Backend, tokens: Tokens, keep: int) -> None:
         feed(backend, 0, tokens)
@@ -178,6 +192,60 @@ class BackendContract:
         another = open_backend(n_ctx=32, n_seq=2)
         another.restore(1, blob)
         assert distance(feed(another, 1, tokens[20:], 20), expected) < CLOSE
+
+    @pytest.mark.parametrize("cuts", [[0, 16, 20], [0, 1, 2, 20], [0, 7, 20]], ids=str)
+    def test_parts_are_saved_and_restored_one_by_one(self, backend: Backend, tokens: Tokens, cuts: list[int]) -> None:
+        feed(backend, 0, tokens[:20])
+        parts = [backend.save(0, start, end) for start, end in itertools.pairwise(cuts)]
+        expected = feed(backend, 0, tokens[20:], 20)
+        # The first part is shared instead: what follows must not change its source.
+        backend.share(0, 1, cuts[1])
+        for part in parts[1:]:
+            backend.restore(1, part)
+        assert backend.length(1) == 20
+        assert distance(feed(backend, 1, tokens[20:], 20), expected) < CLOSE
+        for part in parts:
+            backend.restore(2, part)
+        assert distance(feed(backend, 2, tokens[20:], 20), expected) < CLOSE
+        backend.truncate(0, 20)
+        assert distance(feed(backend, 0, tokens[20:], 20), expected) < CLOSE
+
+    @pytest.mark.parametrize(("start", "end"), [(0, 0), (5, 5), (6, 5), (-1, 5), (5, 21), (20, 21)])
+    def test_parts_that_a_sequence_does_not_have(self, backend: Backend, tokens: Tokens, start: int, end: int) -> None:
+        feed(backend, 0, tokens[:20])
+        with pytest.raises(QuantlabError, match="holds 20"):
+            backend.save(0, start, end)
+        self.still_works(backend, tokens)
+
+    def test_a_part_restored_elsewhere_than_it_was_is_refused(self, backend: Backend, tokens: Tokens) -> None:
+        feed(backend, 0, tokens[:20])
+        part = backend.save(0, 8, 16)
+        for held in (0, 7, 9):
+            if held:
+                backend.share(0, 1, held)
+            with pytest.raises(QuantlabError, match=f"holds {held} tokens, the saved ones begin at 8"):
+                backend.restore(1, part)
+            assert backend.length(1) == held
+            backend.release(1)
+        self.still_works(backend, tokens)
+
+    def test_sharing_takes_no_more_kv(self, backend: Backend, tokens: Tokens) -> None:
+        assert backend.kv_bytes() == 0
+        feed(backend, 0, tokens[:16])
+        whole = backend.kv_bytes()
+        assert whole >= 16 * backend.describe().kv_bytes_per_token
+        backend.share(0, 1, 16)
+        # Who holds a token may be noted, in 4 bytes.
+        assert whole <= backend.kv_bytes() <= whole + 16 * 4
+        feed(backend, 1, tokens[16:17], 16)
+        assert whole < backend.kv_bytes() < 2 * whole + 16 * backend.describe().kv_bytes_per_token
+        backend.release(0)
+        backend.release(1)
+        assert backend.kv_bytes() <= 0.1 * whole
+
+    def test_identity_tells_models_apart(self, open_backend: Open, backend: Backend, open_other: Open) -> None:
+        assert len(backend.identity()) == 32
+        assert open_backend(n_ctx=32, n_seq=2).identity() == backend.identity() != open_other(n_ctx=64).identity()
 
     @pytest.mark.parametrize(
         "spoil",

@@ -7,9 +7,9 @@ import json
 import math
 import re
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -54,6 +54,21 @@ class Record(msgspec.Struct, frozen=True):
     checked: dict[str, Any] | None = None
     # What a reader must know of the weights' history, such as "dequantized from Q4_1".
     note: str | None = None
+
+
+class History(NamedTuple):
+    """Where weights come from; the fields of a Record."""
+
+    parent: str | None = None
+    parent_sha256: str | None = None
+    parent_revision: str | None = None
+    note: str | None = None
+
+    @classmethod
+    def of_gguf(cls, metadata: Mapping[str, Any]) -> History:
+        """What a GGUF file that quantlab wrote says of itself, where the record beside it was left behind."""
+        told = (metadata.get(f"quantlab.{name}") for name in cls._fields)
+        return cls(*(value if isinstance(value, str) else None for value in told))
 
 
 def record_path(model: Path) -> Path:
@@ -200,17 +215,20 @@ def model_info(model: ModelFile) -> ModelInfo:
 
     Bits per weight = 8 x bytes of all tensors / number of weights, as llama.cpp prints it; packed codes count as the
     weights that they hold. The record, where there is one, tells method and parent; else config.json tells the method,
-    as far as it can.
+    as far as it can, and a GGUF file of quantlab its parent.
     """
     path = Path(model.path)
     record = read_record(path)
+    history = History(*(getattr(record, name) for name in History._fields)) if record else History()
     if path.is_dir():
         files = safetensors_files(path)
         tensors = [(stored.kind, stored.params, stored.size_bytes) for stored in stored_weights(path)]
         method = record.method if record else named_method(quantization_entry(_config(path)))
     else:
         files = gguf_shards(path)
-        tensors = [(t.type, t.params, t.size_bytes) for file in files for t in read_header(file).tensors]
+        headers = [read_header(file) for file in files]
+        tensors = [(t.type, t.params, t.size_bytes) for header in headers for t in header.tensors]
+        history = history if record else History.of_gguf(headers[0].metadata)
         wide = all(kind in ("F32", "F16", "BF16", "F64") for kind, _, _ in tensors)
         method = "none" if wide else "gguf"
     params = sum(n for _, n, _ in tensors)
@@ -218,15 +236,16 @@ def model_info(model: ModelFile) -> ModelInfo:
         raise QuantlabError(f"`{path}` holds no tensors", "give a file with weights (this may be a vocabulary file)")
     return ModelInfo(
         source=model.source,
-        revision=model.revision or (record.parent_revision if record else None),
+        revision=model.revision or history.parent_revision,
         format="safetensors" if path.is_dir() else "gguf",
-        parent=record.parent if record else None,
+        parent=history.parent,
         method=method,
         size_bytes=sum(file.stat().st_size for file in files),
         bits_per_weight=8 * sum(n for _, _, n in tensors) / params,
         tensor_types=histogram((kind, n) for kind, n, _ in tensors),
         sha256=model.sha256,
-        note=model.note or (record.note if record else None),
+        note=model.note or history.note,
+        parent_sha256=history.parent_sha256,
     )
 
 

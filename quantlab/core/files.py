@@ -22,25 +22,32 @@ _CHUNK = 1 << 22
 _SHA256_DIGITS = 64
 _WORTH_REMEMBERING_BYTES = 1 << 24
 _SETTLED_S = 2.0
+# The times of processes and of files come from two clocks, the first one counts whole seconds from the start.
+_CLOCK_S = 5.0
 _ANOTHER_PLACE = "use `--force` to replace it, or give another place (`--out`, or `out:` in a recipe)"
 
 
 def check_output(path: Path, *, force: bool) -> None:
     """Refuse to overwrite, and refuse a folder that cannot be written, before any work is done."""
-    if path.exists() and not force:
-        raise QuantlabError(f"`{path}` exists", _ANOTHER_PLACE)
     if path.is_dir():
         raise QuantlabError(f"`{path}` is a folder", "give `--out` the name of a file")
+    if path.exists() and not force:
+        raise QuantlabError(f"`{path}` exists", _ANOTHER_PLACE)
     _check_place(path)
 
 
 def check_output_folder(path: Path, marker: str, *, force: bool) -> None:
     """As `check_output` for a folder; `force` replaces one that holds the file `marker`, and no other."""
+    # It is written beside and renamed.
+    if path.name in ("", "..") or os.path.ismount(path):
+        raise QuantlabError(f"`{path}` cannot be replaced as a whole", "give `--out` the name of a folder in it")
+    if path.is_symlink() and not path.exists():
+        raise QuantlabError(f"`{path}` is a link that leads nowhere", "remove it, or choose another place with `--out`")
     if path.exists():
-        if not force:
-            raise QuantlabError(f"`{path}` exists", _ANOTHER_PLACE)
         if not path.is_dir():
             raise QuantlabError(f"`{path}` is a file", "give `--out` the name of a folder")
+        if not force:
+            raise QuantlabError(f"`{path}` exists", _ANOTHER_PLACE)
         if not (path / marker).is_file() and any(path.iterdir()):
             raise QuantlabError(
                 f"`{path}` is no artifact of quantlab (it holds no {marker}), and is not replaced",
@@ -85,26 +92,30 @@ def os_error(error: OSError, path: Path) -> QuantlabError:
 
 
 @contextlib.contextmanager
-def written(path: Path) -> Iterator[Path]:
+def written(path: Path, *, durable: bool = True) -> Iterator[Path]:
     """Yield a temporary path beside `path`; on success flush it and rename, on any failure remove it.
 
-    The name is unique to this process, so that two runs never write the same temporary file.
+    The name is unique to this process, so that two runs never write the same temporary file. What need not outlive a
+    power failure is not `durable`, and does not wait for the disk.
     """
     temporary = partial_of(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         _remove_stale(path)
         yield temporary
-        descriptor = os.open(temporary, os.O_RDWR)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        if durable:
+            descriptor = os.open(temporary, os.O_RDWR)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
         temporary.replace(path)
     except OSError as error:
         raise os_error(error, path) from error
     finally:
-        temporary.unlink(missing_ok=True)
+        # What went wrong before tells more.
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
@@ -112,23 +123,21 @@ def written_folder(path: Path, *, replace: bool = False) -> Iterator[Path]:
     """Yield a temporary folder beside `path`; on success flush its files and rename it, on any failure remove it.
 
     With `replace` a folder that is there gives way at the end; else QuantlabError is raised, at the start or at the
-    end. Whoever may read what this process writes may read the files: safetensors makes its own for the owner alone.
+    end. It is raised too where another process is writing it.
     """
     temporary, old = partial_of(path), partial_of(path, _OLD)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         # This may bring back what was there.
-        _remove_stale(path)
+        if _remove_stale(path):
+            raise QuantlabError(
+                f"another quantlab is writing `{path}`", "wait for it, or choose another place with `--out`"
+            )
         if path.exists() and not replace:
             raise QuantlabError(f"`{path}` exists", "remove it, or choose another place")
         temporary.mkdir()
-        mode = temporary.stat().st_mode & 0o666
         yield temporary
-        for file in temporary.rglob("*"):
-            if file.is_file() and not file.is_symlink():
-                file.chmod(mode)
-                with file.open("rb+") as opened:
-                    os.fsync(opened.fileno())
+        flush_folder(temporary)
         if replace and path.exists():
             path.rename(old)
         temporary.rename(path)
@@ -142,6 +151,19 @@ def written_folder(path: Path, *, replace: bool = False) -> Iterator[Path]:
             shutil.rmtree(folder, ignore_errors=True)
 
 
+def flush_folder(folder: Path) -> None:
+    """Flush all files of a folder that this process has made.
+
+    Whoever may read what it writes may read them: safetensors makes its own for the owner alone.
+    """
+    mode = folder.stat().st_mode & 0o666
+    for file in folder.rglob("*"):
+        if file.is_file() and not file.is_symlink():
+            file.chmod(mode)
+            with file.open("rb+") as opened:
+                os.fsync(opened.fileno())
+
+
 def partial_of(path: Path, mark: str = "") -> Path:
     """The name of a temporary of this process beside `path`; the next run that writes `path` removes a killed one's.
 
@@ -150,29 +172,43 @@ def partial_of(path: Path, mark: str = "") -> Path:
     return path.with_name(f".{path.name}.{os.getpid()}{f'.{mark}' if mark else ''}{PARTIAL_SUFFIX}")
 
 
-def _remove_stale(path: Path) -> None:
-    """Remove what killed runs left beside `path`; what belongs to a living process or to another name stays."""
-    of_path = re.compile(rf"\.{re.escape(path.name)}\.(\d+)(?:\.([a-z]+))?{re.escape(PARTIAL_SUFFIX)}")
+def _remove_stale(path: Path) -> bool:
+    """Remove what killed runs left beside `path`; what belongs to a living process or to another name stays.
+
+    Returns whether a living process is writing `path`.
+    """
+    of_path, busy = re.compile(rf"\.{re.escape(path.name)}\.(\d+)(?:\.([a-z]+))?{re.escape(PARTIAL_SUFFIX)}"), False
     for stale in path.parent.glob(f".{glob.escape(path.name)}.*{PARTIAL_SUFFIX}"):
         found = of_path.fullmatch(stale.name)
-        if found is not None and not _alive(int(found[1])):
-            if found[2] == _OLD and not path.exists():
-                # Killed between the two renames of `written_folder`.
-                stale.rename(path)
-            elif stale.is_dir():
-                shutil.rmtree(stale, ignore_errors=True)
-            else:
-                stale.unlink(missing_ok=True)
+        if found is None:
+            continue
+        if _writes(int(found[1]), stale):
+            busy = True
+        elif found[2] == _OLD and not path.exists():
+            # Killed between the two renames of `written_folder`.
+            stale.rename(path)
+        elif stale.is_dir():
+            shutil.rmtree(stale, ignore_errors=True)
+        else:
+            stale.unlink(missing_ok=True)
+    return busy
 
 
-def _alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
+def _writes(pid: int, temporary: Path) -> bool:
+    """Whether that process, another one than this, made it.
+
+    One that began later has the number of one that is gone. In a container that is often our own.
+    """
+    import psutil
+
+    if pid == os.getpid():
         return False
-    except PermissionError:
+    try:
+        return psutil.Process(pid).create_time() <= temporary.stat().st_mtime + _CLOCK_S
+    except (psutil.NoSuchProcess, FileNotFoundError):
+        return False
+    except psutil.AccessDenied:
         return True
-    return True
 
 
 @contextlib.contextmanager

@@ -57,7 +57,8 @@ class TensorType(msgspec.Struct, frozen=True):
 class ModelInfo(msgspec.Struct, frozen=True):
     """What the bytes on disk are.
 
-    `sha256` identifies the content, whatever the file is called; `note` is what a reader must know of the weights.
+    `sha256` identifies the content, whatever the file is called, `parent_sha256` what it was made from; `note` is what
+    a reader must know of the weights.
     """
 
     source: str
@@ -70,6 +71,7 @@ class ModelInfo(msgspec.Struct, frozen=True):
     parent: str | None = None
     sha256: str | None = None
     note: str | None = None
+    parent_sha256: str | None = None
 
 
 # What torch may be asked to compute in; `auto` leaves it to the device.

@@ -14,11 +14,13 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 CONFIDENCE = 0.95
+# Two samples have one degree of freedom: their interval is 12.7 standard errors wide and says nothing.
+FEWEST_SAMPLES = 3
 _RESAMPLES = 500
 
 
 class Interval(NamedTuple):
-    """An estimate and its 95% confidence limits; the limits are None for fewer than two samples."""
+    """An estimate and its 95% confidence limits; the limits are None where there are too few samples for them."""
 
     estimate: float
     low: float | None
@@ -53,9 +55,9 @@ def relative_spread(samples: Sequence[float]) -> float:
 
 
 def mean_interval(samples: Sequence[float]) -> Interval:
-    """The mean with its Student-t interval."""
+    """The mean with its Student-t interval; without limits for fewer than FEWEST_SAMPLES."""
     mean = statistics.fmean(samples)
-    if len(samples) < 2:
+    if len(samples) < FEWEST_SAMPLES:
         return Interval(mean, None, None)
     half = _t_quantile(len(samples) - 1) * statistics.stdev(samples) / math.sqrt(len(samples))
     return Interval(mean, mean - half, mean + half)
@@ -101,6 +103,18 @@ def bootstrap_interval(samples: Sequence[float], percent: float | None = None, *
     return Interval(estimate, percentile(drawn, tail), percentile(drawn, 100 - tail))
 
 
+def share_interval(hits: int, n: int) -> Interval:
+    """A share of `n` independent trials with its exact limits (Clopper and Pearson 1934), each of them at 95%.
+
+    With no hit in 299 trials the upper one is just below 1%.
+    """
+    from scipy.special import betaincinv
+
+    low = float(betaincinv(hits, n - hits + 1, 1 - CONFIDENCE)) if hits else 0.0
+    high = float(betaincinv(hits + 1, n - hits, CONFIDENCE)) if hits < n else 1.0
+    return Interval(hits / n, low, high)
+
+
 def geometric_mean_interval(samples: Sequence[float]) -> Interval:
     """The geometric mean of positive samples with its interval; two of them stand in the ratio estimated below."""
     return exp_interval(mean_interval([math.log(sample) for sample in samples]))
@@ -116,11 +130,12 @@ def paired_ratio(numerator: Sequence[float], denominator: Sequence[float]) -> In
 def unpaired_ratio(numerator: Sequence[float], denominator: Sequence[float]) -> Interval:
     """The geometric mean ratio of independent runs (Welch's interval on logarithms).
 
-    Welch, B. L. (1947), Biometrika 34, with the Welch-Satterthwaite degrees of freedom.
+    Welch, B. L. (1947), Biometrika 34, with the Welch-Satterthwaite degrees of freedom. Without limits where one of the
+    two has fewer than FEWEST_SAMPLES.
     """
     a, b = [math.log(x) for x in numerator], [math.log(x) for x in denominator]
     difference = statistics.fmean(a) - statistics.fmean(b)
-    if len(a) < 2 or len(b) < 2:
+    if min(len(a), len(b)) < FEWEST_SAMPLES:
         return exp_interval(Interval(difference, None, None))
     va, vb = statistics.variance(a) / len(a), statistics.variance(b) / len(b)
     half = 0.0

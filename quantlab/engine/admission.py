@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections import deque
 from collections.abc import Iterator
@@ -99,34 +100,48 @@ class PredictedDelay:
 def predict_ttft(request: Request, scheduler: Scheduler, steps: StepTime) -> float:
     """Seconds until the first token of a newcomer: the prefill of all prompts up to its own, and decode steps.
 
-    Decode steps pass until the prompts have had their share of each step's token budget, and until places and KV have
-    come free: with `places` sequences in parallel, so many end in the time that one takes from its first token to its
-    last. They are taken to generate what finished ones did on average; until one has, what the newcomer may.
+    Decode steps pass until the prompts have had their share of each step's token budget, and until a place and KV have
+    come free: those that run end after their remaining tokens, and those ahead take the places one by one. Each is
+    taken to generate the share of its limit that finished ones did on average; until one has, all of it.
     """
     key, own, limits = scheduler.order.key(request), len(request.prompt), scheduler.limits
-    ahead, stay = list(_ahead(scheduler, key)), _not_displaced(scheduler, request)
+    ahead, stay = sorted(_ahead(scheduler, key), key=_place), _not_displaced(scheduler, request)
     filling = [(s.filled, s.target - s.filled) for s in (*ahead, *scheduler.prefilling) if s.key <= key]
     tokens = sum(n for _, n in filling) + own
     pairs = sum(chunk_pairs(start, n) for start, n in filling) + chunk_pairs(0, own)
     prefill_s = steps.seconds(StepShape(tokens, pairs, 0, 0)) - steps.seconds(StepShape(0, 0, 0, 0))
 
     n_before = len(ahead) + len(stay)
-    mean_tokens = scheduler.finished_tokens / scheduler.finished if scheduler.finished else request.max_new_tokens
     # Those that wait will hold their prompts and, on average, half of their answers.
+    share = scheduler.finished_tokens / scheduler.finished_limits if scheduler.finished else 1.0
+    lengths = [share * s.limit for s in ahead]
     held: float = sum(max(scheduler.kv_tokens(s), s.target) for s in stay) + sum(s.target for s in ahead) + own
-    held += (len(ahead) + 1) * mean_tokens / 2
-    places = max(1.0, min(limits.max_num_seqs, limits.kv_budget_tokens * (n_before + 1) / held))
-    wait_steps = max(0.0, n_before + 1 - places) * mean_tokens / places
+    held += (sum(lengths) + share * request.max_new_tokens) / 2
+    places = max(1, min(limits.max_num_seqs, int(limits.kv_budget_tokens * (n_before + 1) / held)))
+    wait_steps = _until_free([max(1.0, share * s.limit - scheduler.generated(s)) for s in stay], lengths, places)
     room = max(1, limits.max_num_batched_tokens - len(scheduler.decoding))
     n_steps = max(math.ceil(tokens / room), wait_steps + math.ceil(own / room))
-    seqs = min(n_before, int(places))
+    seqs = min(n_before, places)
     return prefill_s + n_steps * steps.seconds(StepShape(0, 0, seqs, int(seqs * held / (n_before + 1))))
+
+
+def _until_free(running: list[float], ahead: list[float], places: int) -> float:
+    """Steps until a place is free for whoever comes after those ahead, each for so many steps."""
+    ends = sorted(running)[max(0, len(running) - places) :]
+    ends = [0.0] * (places - len(ends)) + ends
+    for n in ahead:
+        heapq.heapreplace(ends, ends[0] + n)
+    return ends[0]
 
 
 def _step_s(scheduler: Scheduler, steps: StepTime) -> float:
     """A decode step of the running sequences and one more."""
     seqs = scheduler.running + 1
     return steps.seconds(StepShape(0, 0, seqs, scheduler.kv_used + seqs))
+
+
+def _place(sequence: Sequence) -> tuple[float, int]:
+    return sequence.key, sequence.request.id
 
 
 def _ahead(scheduler: Scheduler, key: float) -> Iterator[Sequence]:

@@ -6,13 +6,15 @@ from collections import deque
 from typing import Protocol
 
 from quantlab.core.errors import UsageError
-from quantlab.runtime.step_model import Fit, MeasuredStep, StepShape, StepTime, chunk_pairs, fit
+from quantlab.runtime.step_model import Fit, MeasuredStep, StepModel, StepShape, StepTime, chunk_pairs, fit
 
 # Steps remembered of each kind (with prefill, decode only), and new ones before the model is fitted again.
 _WINDOW = 256
 _REFIT_EVERY = 64
 # Fewer than these predict nothing.
 _LEAST_STEPS = 8
+# The last steps, which tell how the device does now, long before a fit forgets how it did.
+_RECENT = 16
 
 
 class Costs(Protocol):
@@ -25,12 +27,12 @@ class Costs(Protocol):
         """Moving the KV of `n_tokens` out of the device, and later back."""
 
 
-def recompute_s(costs: Costs, n_tokens: int) -> float | None:
-    """Computing the KV of `n_tokens` again: what they add to steps that run anyway."""
+def recompute_s(costs: Costs, n_tokens: int, start: int = 0) -> float | None:
+    """Computing the KV of `n_tokens` from position `start` on again: what they add to steps that run anyway."""
     steps = costs.steps()
     if steps is None:
         return None
-    with_them = steps.seconds(StepShape(n_tokens, chunk_pairs(0, n_tokens), 0, 0))
+    with_them = steps.seconds(StepShape(n_tokens, chunk_pairs(start, n_tokens), 0, 0))
     return with_them - steps.seconds(StepShape(0, 0, 0, 0))
 
 
@@ -55,7 +57,8 @@ class MeasuredCosts:
     """Costs learnt from the steps and swaps that ran.
 
     The last steps with prefill and the last without are kept apart, so that a long quiet stretch of decoding does
-    not forget what prefill costs.
+    not forget what prefill costs. What is predicted is what was fitted times the slowdown of the last few steps:
+    another process that takes the CPU slows every kind of step at once.
     """
 
     def __init__(self) -> None:
@@ -65,6 +68,7 @@ class MeasuredCosts:
         self._prefill: deque[MeasuredStep] = deque(maxlen=_WINDOW)
         self._decode: deque[MeasuredStep] = deque(maxlen=_WINDOW)
         self._swaps: deque[tuple[int, float]] = deque(maxlen=_WINDOW)
+        self._recent: deque[MeasuredStep] = deque(maxlen=_RECENT)
         self._fit: Fit | None = None
         self._new = 0
 
@@ -73,6 +77,7 @@ class MeasuredCosts:
         if step.duration_s <= 0:
             return
         (self._prefill if step.shape.prefill_tokens else self._decode).append(step)
+        self._recent.append(step)
         self._new += 1
 
     def observe_swap(self, n_tokens: int, seconds: float) -> None:
@@ -91,7 +96,13 @@ class MeasuredCosts:
     def steps(self) -> StepTime | None:
         """See `Costs`."""
         fitted = self.fit()
-        return fitted.model if fitted else None
+        return fitted.model.slower(self._slowdown(fitted.model)) if fitted else None
+
+    def _slowdown(self, model: StepModel) -> float:
+        """The last steps' time over what the model has for them."""
+        measured = sum(step.duration_s for step in self._recent)
+        predicted = sum(model.seconds(step.shape) for step in self._recent)
+        return measured / predicted if predicted > 0 else 1.0
 
     def swap_s(self, n_tokens: int) -> float | None:
         """See `Costs`."""

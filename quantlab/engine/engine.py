@@ -19,6 +19,7 @@ from quantlab.engine.admission import AcceptAll, Admission
 from quantlab.engine.costs import MeasuredCosts
 from quantlab.engine.limits import Limits, check_request
 from quantlab.engine.policies import Fcfs, Order, Preemption, Swap
+from quantlab.engine.prefix_cache import PrefixCache
 from quantlab.engine.request import Event, EventKind, Request, RequestRecord
 from quantlab.engine.sampling import choose
 from quantlab.engine.scheduler import Scheduler
@@ -61,9 +62,13 @@ class Engine:
         admission: Admission | None = None,
         preemption: Preemption | None = None,
         costs: MeasuredCosts | None = None,
+        prefix: PrefixCache | None = None,
         log: bool = True,
     ) -> None:
-        """`costs` learns from every step; give it to the policies too, so that they predict with it."""
+        """`costs` learns from every step; give it to the policies too, so that they predict with it.
+
+        `prefix` is a cache of the same backend: beginnings that were computed before are shared.
+        """
         self.backend, self.limits = backend, limits
         self.clock = clock or WallClock()
         self.costs = costs or MeasuredCosts()
@@ -76,13 +81,18 @@ class Engine:
             order or Fcfs(),
             preemption or Swap(),
             events=self.events if log else None,
+            cached_tokens=None if prefix is None else lambda s: prefix.peek(s.ids(0, s.target), s.request.cache_salt),
             on_first_token=self._admission.observe,
         )
         loaded = backend.describe()
         self._eos, self._n_vocab = loaded.eos, loaded.n_vocab
+        self._prefix = prefix
+        if prefix is not None:
+            prefix.check(limits)
+        # Where there is a prefix cache, it has them.
         self._slots = list(range(loaded.capacity.n_seq))[::-1]
-        # Host time of arrivals since the last step.
-        self._arrivals_s = 0.0
+        # Host time of arrivals since the last step, and time of moving KV before this one.
+        self._arrivals_s = self._moved_s = 0.0
 
     def run(self, requests: Iterable[Request], fallback: Engine | None = None) -> list[RequestRecord]:
         """Serve an open loop to its end; returns the records in the order of the requests.
@@ -149,10 +159,7 @@ class Engine:
         if not scheduler.unfinished:
             return False
         began, at = time.perf_counter(), self.clock.now()
-        plan = scheduler.plan(at)
-        moving_at = time.perf_counter()
-        self._move(plan)
-        moved_s = time.perf_counter() - moving_at
+        plan = scheduler.plan(at, self._move)
         decoding = list(scheduler.decoding.sequences.values())
         if not decoding and not plan.chunks:
             return True
@@ -168,9 +175,10 @@ class Engine:
             return True
         done = scheduler.advance(plan, 1, now)
         self._hand_out(ready, tokens, done, now)
+        self._offer(plan)
         self.costs.observe_step(MeasuredStep(plan.shape, now - forward_at))
         if self._log:
-            overhead_s = self._arrivals_s + time.perf_counter() - began - host_s - moved_s
+            overhead_s = self._arrivals_s + time.perf_counter() - began - host_s - self._moved_s
             load = scheduler.running, len(scheduler.waiting), scheduler.kv_used
             self.steps.append(StepRecord(at, plan.shape, now - forward_at, overhead_s, *load))
         self._arrivals_s = 0.0
@@ -184,7 +192,7 @@ class Engine:
         wanted = [True] * len(decoding)
         for sequence, n in plan.chunks:
             start = sequence.filled
-            tokens += _ids(sequence, start, n)
+            tokens += sequence.ids(start, n)
             positions += range(start, start + n)
             slots += [sequence.slot] * n
             wanted += [False] * (n - 1) + [start + n == sequence.target]
@@ -212,14 +220,34 @@ class Engine:
 
     def _move(self, plan: Plan) -> None:
         """Carry out who leaves and who joins. A KV that cannot be saved or restored is computed again."""
+        began = time.perf_counter()
         for sequence, swaps in plan.preempted:
             if swaps:
                 self._save(sequence)
             self._free(sequence)
-        for sequence in (*plan.admitted, *plan.resumed):
-            sequence.slot = self._slots.pop()
+        for sequence in plan.admitted:
+            self._join(sequence)
         for sequence in plan.resumed:
+            sequence.slot = self._slots.pop() if self._prefix is None else self._prefix.begin()[0]
             self._restore(sequence)
+        self._moved_s = time.perf_counter() - began
+
+    def _join(self, sequence: Sequence) -> None:
+        """Give it a slot, with what the prefix cache has of its prompt."""
+        if self._prefix is None:
+            sequence.slot = self._slots.pop()
+            return
+        tokens, salt = sequence.ids(0, sequence.target), sequence.request.cache_salt
+        sequence.slot, sequence.filled = self._prefix.begin(tokens, salt)
+        sequence.cached = sequence.filled
+
+    def _offer(self, plan: Plan) -> None:
+        """Let others share the prompts that are complete now."""
+        if self._prefix is None:
+            return
+        for sequence, _ in plan.chunks:
+            if sequence.state == "decode":
+                sequence.slot = self._prefix.filled(sequence.slot, sequence.ids(0, sequence.target))
 
     def _save(self, sequence: Sequence) -> None:
         at = self.clock.now()
@@ -243,11 +271,16 @@ class Engine:
         else:
             self.costs.observe_swap(sequence.target, self.clock.now() - at)
 
-    def _free(self, sequence: Sequence) -> None:
-        if sequence.slot >= 0:
-            self.backend.release(sequence.slot)
-            self._slots.append(sequence.slot)
-            sequence.slot = -1
+    def _free(self, sequence: Sequence, *, sound: bool = True) -> None:
+        """Give its slot back. What it computed goes to the prefix cache where it is `sound`."""
+        slot, sequence.slot = sequence.slot, -1
+        if slot < 0:
+            return
+        if self._prefix is None:
+            self.backend.release(slot)
+            self._slots.append(slot)
+        else:
+            self._prefix.end(slot, sequence.ids(0, self.backend.length(slot)) if sound else ())
 
     def _abandon(self, error: BaseException) -> None:
         """The run ends here: what waits and runs has failed, and the engine is empty again."""
@@ -260,20 +293,10 @@ class Engine:
             if sequence.state != "done":
                 self._scheduler.drop(sequence)
             with contextlib.suppress(Exception):  # the first error is the one to tell
-                self._free(sequence)
+                self._free(sequence, sound=False)
             self._event(now, "failed", sequence, reason)
             self.records.append(sequence.record("failed", now, reason=reason))
 
     def _event(self, at_s: float, kind: EventKind, sequence: Sequence, detail: str = "") -> None:
         if self._log:
             self.events.append(Event(at_s, kind, sequence.request.id, detail))
-
-
-def _ids(sequence: Sequence, start: int, n: int) -> list[int]:
-    """Token ids of a chunk: of the prompt, then of what was generated before a recompute."""
-    prompt = sequence.request.prompt
-    part = prompt[start : start + n]
-    ids: list[int] = part.tolist() if isinstance(part, np.ndarray) else list(part)
-    if start + n > len(prompt):
-        ids += sequence.tokens[max(0, start - len(prompt)) : start + n - len(prompt)]
-    return ids

@@ -40,11 +40,15 @@ def limits_of(
     max_num_seqs: int | None = None,
     max_num_batched_tokens: int | None = None,
     kv_budget_tokens: int | None = None,
+    prefix_tokens: int = 0,
 ) -> Limits:
-    """The limits of an engine on this backend: what it was opened for, or less."""
+    """The limits of an engine on this backend: what it was opened for, or less.
+
+    `prefix_tokens` of the KV are left to a prefix cache, with the one sequence that it needs at least.
+    """
     capacity = backend.describe().capacity
-    most_seqs = min(capacity.n_seq, capacity.n_outputs or capacity.n_batch, capacity.n_batch)
-    most_kv = capacity.n_seq * capacity.n_ctx
+    most_seqs = min(capacity.n_seq - (prefix_tokens > 0), capacity.n_outputs or capacity.n_batch, capacity.n_batch)
+    most_kv = capacity.n_seq * capacity.n_ctx - prefix_tokens
     limits = Limits(
         max_num_seqs=most_seqs if max_num_seqs is None else max_num_seqs,
         max_num_batched_tokens=capacity.n_batch if max_num_batched_tokens is None else max_num_batched_tokens,

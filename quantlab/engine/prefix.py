@@ -14,13 +14,14 @@ from quantlab.core.errors import UsageError
 class PrefixBlocks:
     """Hashes of cached blocks."""
 
-    def __init__(self, capacity_tokens: int, block_tokens: int) -> None:
-        if capacity_tokens < 0 or block_tokens < 1:
+    def __init__(self, capacity_tokens: int, block_tokens: float) -> None:
+        """A scaled trace has blocks of a broken number of tokens."""
+        if capacity_tokens < 0 or not block_tokens > 0:
             raise UsageError(
-                f"a prefix cache of {capacity_tokens} tokens in blocks of {block_tokens}", "give sizes from 1 on"
+                f"a prefix cache of {capacity_tokens} tokens in blocks of {block_tokens}", "give sizes above 0"
             )
         self.block_tokens = block_tokens
-        self._most = capacity_tokens // block_tokens
+        self._most = int(capacity_tokens // block_tokens)
         self._blocks: OrderedDict[int, None] = OrderedDict()
 
     def match(self, prefix: tuple[int, ...]) -> int:
@@ -30,7 +31,7 @@ class PrefixBlocks:
             if block not in self._blocks:
                 break
             held += 1
-        return held * self.block_tokens
+        return int(held * self.block_tokens)
 
     def insert(self, prefix: tuple[int, ...]) -> None:
         """These blocks were computed or used; the last block of a prompt is the first of them to go."""

@@ -52,7 +52,7 @@ class Replica:
             order or Fcfs(),
             preemption or Recompute(),
             events=events,
-            cached_tokens=None if prefix is None else self.cached_tokens,
+            cached_tokens=None if prefix is None else lambda sequence: self.cached_tokens(sequence.request),
             on_first_token=None if self._admission is None else self._admission.observe,
         )
         self._time, self._swap_token_s, self._prefix = step_time, swap_token_s, prefix

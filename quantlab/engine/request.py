@@ -36,7 +36,8 @@ class Request(msgspec.Struct, frozen=True, eq=False):
 
     `prompt`: token ids. A simulated fleet takes their number alone, so `range(n)` is enough. `ttft_slo_s` and
     `e2e_slo_s` are deadlines counted from the arrival; None: none. `prefix`: one hash for each block of the prompt
-    that the request could share with others, first block first (simulated fleets only).
+    that the request could share with others, first block first (simulated fleets only). `cache_salt`: requests of
+    different salts share nothing, so that no tenant learns from its TTFT what another has asked.
     """
 
     id: int
@@ -49,6 +50,7 @@ class Request(msgspec.Struct, frozen=True, eq=False):
     e2e_slo_s: float | None = None
     sampling: Sampling = GREEDY
     prefix: tuple[int, ...] = ()
+    cache_salt: str = ""
 
 
 class RequestRecord(msgspec.Struct):

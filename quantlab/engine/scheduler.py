@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from quantlab.engine.decoding import Decoding
 from quantlab.engine.limits import Limits
 from quantlab.engine.policies import Order, Preemption, victim
-from quantlab.engine.request import Event, EventKind, Request
+from quantlab.engine.request import Event, EventKind
 from quantlab.engine.sequence import Plan, Sequence
 from quantlab.runtime.step_model import StepShape, chunk_pairs
 
@@ -37,7 +37,7 @@ class Scheduler:
         preemption: Preemption,
         *,
         events: list[Event] | None = None,
-        cached_tokens: Callable[[Request], int] | None = None,
+        cached_tokens: Callable[[Sequence], int] | None = None,
         on_first_token: Callable[[Sequence], None] | None = None,
     ) -> None:
         """`cached_tokens`: how much of a prompt need not be computed, asked when it is admitted."""
@@ -50,7 +50,8 @@ class Scheduler:
         self.decoding = Decoding()
         self.kv_used = 0
         self._watermark = int(_WATERMARK * limits.kv_budget_tokens)
-        self.finished = self.finished_tokens = 0
+        # Of those that finished: how many, what they generated, and what they might have.
+        self.finished = self.finished_tokens = self.finished_limits = 0
 
     @property
     def running(self) -> int:
@@ -67,8 +68,12 @@ class Scheduler:
         heapq.heappush(self.waiting, (sequence.key, sequence.request.id, sequence))
         self.waiting_tokens += sequence.target - sequence.filled
 
-    def plan(self, now_s: float) -> Plan:
-        """The next step of what waits and runs, of which there is some: preempts, admits and cuts chunks."""
+    def plan(self, now_s: float, move: Callable[[Plan], None] = lambda plan: None) -> Plan:
+        """The next step of what waits and runs, of which there is some: preempts, admits and cuts chunks.
+
+        `move` carries out who leaves and joins; it may find that less of a prompt is held than was told, or that a
+        sequence must be recomputed.
+        """
         plan = Plan()
         while len(self.decoding) > self.limits.kv_budget_tokens - self.kv_used:
             self._preempt(plan, victim(self.sequences()), now_s)
@@ -76,9 +81,10 @@ class Scheduler:
             self._displace(plan, now_s)
         room = self.limits.max_num_batched_tokens - len(self.decoding)
         if self.waiting:
-            room = self._admit(plan, room, now_s)
-        self._cut_chunks(plan, room)
-        assert plan.shape.prefill_tokens or plan.shape.decode_seqs, "whoever waits alone fits"
+            self._admit(plan, room, now_s)
+        move(plan)
+        self._cut_chunks(plan, self.limits.max_num_batched_tokens - len(self.decoding))
+        assert plan.shape.prefill_tokens or plan.shape.decode_seqs or self.waiting, "whoever waits alone fits"
         return plan
 
     def horizon(self, plan: Plan) -> int:
@@ -150,6 +156,11 @@ class Scheduler:
             return self.decoding.held(sequence)
         return sequence.filled
 
+    def generated(self, sequence: Sequence) -> int:
+        """Tokens that a running sequence has generated."""
+        decoded = self.decoding.held(sequence) - sequence.target if sequence.state == "decode" else 0
+        return sequence.generated + decoded
+
     # who leaves
 
     def sequences(self) -> Iterator[Sequence]:
@@ -207,8 +218,8 @@ class Scheduler:
     def _fits(self, sequence: Sequence) -> bool:
         return self.running < self.limits.max_num_seqs and self._missing(sequence) <= 0
 
-    def _admit(self, plan: Plan, room: int, now_s: float) -> int:
-        """Take from the queue while there is room; returns what the decoding ones leave of the token budget."""
+    def _admit(self, plan: Plan, room: int, now_s: float) -> None:
+        """Take from the queue while there is room: what the decoding ones leave of the token budget."""
         while self.waiting and self._fits(self.waiting[0][2]) and self._left(self.waiting[0][0], room) > 0:
             sequence = heapq.heappop(self.waiting)[2]
             self.waiting_tokens -= sequence.target - sequence.filled
@@ -225,10 +236,9 @@ class Scheduler:
             else:
                 sequence.state = "prefill"
                 if self._cached_tokens is not None:
-                    sequence.filled = sequence.cached = self._cached_tokens(sequence.request)
+                    sequence.filled = sequence.cached = self._cached_tokens(sequence)
                 plan.admitted.append(sequence)
                 insort(self.prefilling, sequence, key=_place)
-        return room
 
     def _left(self, key: float, room: int) -> int:
         """What the prompts of smaller keys leave of the token budget: a long batch prompt holds nobody up."""
@@ -279,6 +289,7 @@ class Scheduler:
         sequence.state = "done"
         self.finished += 1
         self.finished_tokens += sequence.generated
+        self.finished_limits += sequence.limit
 
     def _event(self, now_s: float, kind: EventKind, sequence: Sequence, detail: str = "") -> None:
         if self.events is not None:

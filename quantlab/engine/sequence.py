@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
+import numpy as np
+
 from quantlab.engine.request import Request, RequestRecord
 from quantlab.runtime.step_model import StepShape
 
@@ -42,6 +44,15 @@ class Sequence:
         self.swapped = self.recomputed = 0
         self.tokens: list[int] = []
         self.times_s: list[float] = []
+
+    def ids(self, start: int, n: int) -> list[int]:
+        """Token ids from `start` on: of the prompt, then of what was generated."""
+        prompt = self.request.prompt
+        part = prompt[start : start + n]
+        ids: list[int] = part.tolist() if isinstance(part, np.ndarray) else list(part)
+        if start + n > len(prompt):
+            ids += self.tokens[max(0, start - len(prompt)) : start + n - len(prompt)]
+        return ids
 
     def record(
         self,

@@ -59,6 +59,10 @@ class Loaded:
     # Of `kv_bytes_per_token` what is of layers that look only so far back: (tokens, bytes per token).
     windowed_kv: tuple[tuple[int, int], ...] = ()
 
+    def beyond_training(self, n_tokens: int) -> bool:
+        """Whether a sequence of `n_tokens` has positions that the model was not trained on; False where not known."""
+        return 0 < self.n_ctx_train < n_tokens
+
     def kv_bytes_read(self, depth: float) -> float:
         """Bytes of keys and values that a token reads which attends to `depth` tokens."""
         unseen = sum(size * max(0.0, depth - window) for window, size in self.windowed_kv)
@@ -151,7 +155,10 @@ class Backend(Protocol):
         """How many tokens of `seq` are in the KV cache."""
 
     def share(self, src: int, dst: int, n: int) -> None:
-        """Let `dst` (empty) begin with the first `n` tokens of `src`; no KV bytes move."""
+        """Let `dst` begin with the first `n` tokens of `src`; no KV bytes move.
+
+        `dst` is empty or holds the first of those tokens already, computed or shared; then it keeps what it has.
+        """
 
     def truncate(self, seq: int, n: int) -> None:
         """Keep the first `n` tokens of `seq`."""
@@ -159,11 +166,17 @@ class Backend(Protocol):
     def release(self, seq: int) -> None:
         """Forget `seq`."""
 
-    def save(self, seq: int) -> bytes:
-        """The KV of `seq`, for this model and version only."""
+    def save(self, seq: int, start: int = 0, end: int | None = None) -> bytes:
+        """The KV of the tokens `start` to `end` (None: its last) of `seq`, for this model and version only."""
 
     def restore(self, seq: int, blob: bytes) -> None:
-        """Put a saved KV into `seq` (empty); a blob of another model is refused."""
+        """Continue `seq` with a saved KV; it must hold the tokens before it and no more. A foreign blob is refused."""
+
+    def identity(self) -> bytes:
+        """32 bytes that change with what a saved KV depends on: the model's content, the library, the KV's layout."""
+
+    def kv_bytes(self) -> int:
+        """Bytes of KV in use: what sequences share counts once, with whatever the library notes of who holds it."""
 
     def memory(self) -> Memory:
         """Bytes now and at the peak."""

@@ -41,6 +41,16 @@ def check_batch(
     return ends, rows
 
 
+def check_share(capacity: Capacity, src: int, dst: int, n: int, length: Callable[[int], int]) -> None:
+    """Refuse to let `dst` have the first `n` tokens of `src` where it holds something else: UsageError."""
+    if not capacity.shared:
+        raise UsageError("this backend was opened without sharing", "open it with `Capacity(shared=True)`")
+    if not 0 <= n <= length(src):
+        raise UsageError(f"{n} tokens of sequence {src} asked, it holds {length(src)}")
+    if src == dst or length(dst) > n:
+        raise UsageError(f"sequence {dst} holds {length(dst)} tokens", "release it first")
+
+
 def check_requests(requests: Sequence[Request], capacity: Capacity, n_vocab: int) -> None:
     """Refuse requests that one static batch does not hold, before any of them is begun."""
     most = min(capacity.n_seq, capacity.n_batch, capacity.n_outputs or capacity.n_batch)

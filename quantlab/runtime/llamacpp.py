@@ -36,7 +36,7 @@ from quantlab.runtime.backend import (
     Tokens,
     generate_static,
 )
-from quantlab.runtime.checks import check_batch, check_requests
+from quantlab.runtime.checks import check_batch, check_requests, check_share
 
 # When llama.cpp aborts, its own message must be the last that is said, not a debugger's pages.
 os.environ.setdefault("GGML_NO_BACKTRACE", "1")
@@ -49,7 +49,7 @@ except ModuleNotFoundError as error:
 _MOST = 2**31 - 1
 _MOST_THREADS = 512  # GGML_MAX_N_THREADS
 _ERROR_LEVEL = 4
-_BLOB_MAGIC = b"QLKV\x01"
+_BLOB_MAGIC = b"QLKV\x02"
 
 _log: collections.deque[tuple[int, str]] = collections.deque(maxlen=4000)
 
@@ -78,10 +78,10 @@ class LlamaCppBackend:
         sizes = (capacity.n_ctx, capacity.n_seq, capacity.n_batch, capacity.n_ubatch, capacity.n_outputs + 1)
         if min(sizes) < 1 or max(*sizes, capacity.n_ctx * capacity.n_seq) > _MOST:
             raise UsageError(f"{capacity} has a size below 1 or above {_MOST}", "give sizes in between")
-        if capacity.n_seq > lib.llama_max_parallel_sequences():
-            raise UsageError(
-                f"{capacity.n_seq} sequences at once", f"llama.cpp holds {lib.llama_max_parallel_sequences()} at most"
-            )
+        # Parts of sequences are moved through one more, which no caller sees.
+        self._spare = capacity.n_seq if capacity.shared else None
+        if (most := lib.llama_max_parallel_sequences() - capacity.shared) < capacity.n_seq:
+            raise UsageError(f"{capacity.n_seq} sequences at once", f"llama.cpp holds {most} at most")
         if threads is not None and not 1 <= threads <= _MOST_THREADS:
             raise UsageError(f"{threads} threads", f"llama.cpp takes 1 to {_MOST_THREADS}")
         self._path, self._capacity = path, capacity
@@ -100,6 +100,7 @@ class LlamaCppBackend:
         self._view_of: tuple[int | None, int] = (None, 0)
         self._arrays = _BatchArrays(capacity.n_batch)
         self._loaded = self._describe()
+        self._empty_bytes: int = lib.llama_state_get_size(self._context)
         self.reset()
 
     def _load(self) -> None:
@@ -112,9 +113,9 @@ class LlamaCppBackend:
         params.n_ctx = capacity.n_ctx * capacity.n_seq
         params.n_batch = capacity.n_batch
         params.n_ubatch = min(capacity.n_ubatch, capacity.n_batch)
-        params.n_seq_max = capacity.n_seq
+        params.n_seq_max = capacity.n_seq + capacity.shared
         # llama.cpp ends the process where this is below the number of sequences.
-        params.n_outputs_max = max(capacity.n_outputs or capacity.n_batch, capacity.n_seq)
+        params.n_outputs_max = max(capacity.n_outputs or capacity.n_batch, params.n_seq_max)
         params.n_threads = params.n_threads_batch = self._threads
         # A part of a sequence can only be shared inside one buffer, and a sliding window must keep what was shared.
         params.kv_unified = params.swa_full = capacity.shared
@@ -232,12 +233,10 @@ class LlamaCppBackend:
 
     def share(self, src: int, dst: int, n: int) -> None:
         """Let `dst` begin with the first `n` tokens of `src`; see `Backend`."""
-        if not self._capacity.shared:
-            raise UsageError("this backend was opened without sharing", "open it with `Capacity(shared=True)`")
-        self._require_empty(dst)
-        if not 0 <= n <= self.length(src):
-            raise UsageError(f"{n} tokens of sequence {src} asked, it holds {self._lengths[src]}")
-        lib.llama_memory_seq_cp(self._kv, src, dst, 0, n)
+        check_share(self._capacity, src, dst, n, self.length)
+        if n < self._lengths[src]:
+            self._require_divisible()
+        lib.llama_memory_seq_cp(self._kv, src, dst, self._lengths[dst], n)
         self._lengths[dst] = n
 
     def truncate(self, seq: int, n: int) -> None:
@@ -258,26 +257,54 @@ class LlamaCppBackend:
         lib.llama_memory_seq_rm(self._kv, seq, -1, -1)
         self._lengths[seq] = 0
 
-    def save(self, seq: int) -> bytes:
-        """The KV of `seq` (runtime/saved.py); see `Backend`."""
-        if self.length(seq) == 0:
-            raise UsageError(f"sequence {seq} is empty")
-        size = lib.llama_state_seq_get_size(self._context, seq)
+    def save(self, seq: int, start: int = 0, end: int | None = None) -> bytes:
+        """The KV of a part of `seq` (runtime/saved.py); see `Backend`."""
+        end = self.length(seq) if end is None else end
+        saved.check_part(seq, self._lengths[seq], start, end)
+        whole = (start, end) == (0, self._lengths[seq])
+        of = seq if whole else self._require_spare()
+        if not whole:
+            lib.llama_memory_seq_cp(self._kv, seq, of, start, end)
+        size = lib.llama_state_seq_get_size(self._context, of)
         buffer = (ctypes.c_uint8 * size)()
-        written = lib.llama_state_seq_get_data(self._context, buffer, size, seq)
+        written = lib.llama_state_seq_get_data(self._context, buffer, size, of)
+        if not whole:
+            lib.llama_memory_seq_rm(self._kv, of, -1, -1)
         if written == 0:
             raise QuantlabError(f"llama.cpp does not save sequence {seq}: {last_errors()}")
-        return saved.pack(_BLOB_MAGIC, self._identity, self._lengths[seq], memoryview(buffer)[:written])
+        return saved.pack(_BLOB_MAGIC, self.identity(), start, end, memoryview(buffer)[:written])
 
     def restore(self, seq: int, blob: bytes) -> None:
-        """Put a saved KV into `seq`; see `Backend`."""
-        self._require_empty(seq)
-        length, kept = saved.unpack(blob, _BLOB_MAGIC, self._identity, self._capacity.n_ctx)
+        """Continue `seq` with a saved KV; see `Backend`."""
+        start = self.length(seq)
+        end, kept = saved.unpack(blob, _BLOB_MAGIC, self.identity(), seq=seq, held=start, n_ctx=self._capacity.n_ctx)
         payload = (ctypes.c_uint8 * len(kept)).from_buffer_copy(kept)
-        if lib.llama_state_seq_set_data(self._context, payload, len(payload), seq) == 0:
-            lib.llama_memory_seq_rm(self._kv, seq, -1, -1)
+        # What is put into a sequence takes the place of all that it held.
+        to = self._require_spare() if start else seq
+        if lib.llama_state_seq_set_data(self._context, payload, len(payload), to) == 0:
+            lib.llama_memory_seq_rm(self._kv, to, -1, -1)
             raise QuantlabError(f"llama.cpp does not restore a saved sequence: {last_errors()}", "compute it again")
-        self._lengths[seq] = length
+        if start:
+            lib.llama_memory_seq_cp(self._kv, to, seq, start, end)
+            lib.llama_memory_seq_rm(self._kv, to, -1, -1)
+        self._lengths[seq] = end
+
+    def _require_spare(self) -> int:
+        if self._spare is None:
+            raise UsageError(
+                "a part of a sequence of a backend that was opened without sharing",
+                "open it with `Capacity(shared=True)`",
+            )
+        self._require_divisible()
+        return self._spare
+
+    def _require_divisible(self) -> None:
+        """A recurrent state stands for all tokens before it: it has no parts."""
+        if lib.llama_model_is_recurrent(self._model) or lib.llama_model_is_hybrid(self._model):
+            raise QuantlabError(
+                f"`{self._path.name}` keeps a recurrent state, of which no part can be shared or saved",
+                "compute it again",
+            )
 
     def _require_open(self) -> None:
         if not self._context:
@@ -287,11 +314,19 @@ class LlamaCppBackend:
         if self.length(seq):
             raise UsageError(f"sequence {seq} holds {self._lengths[seq]} tokens", "release it first")
 
+    def identity(self) -> bytes:
+        """What a saved KV belongs to; see `Backend`."""
+        return self._identity
+
     @functools.cached_property
     def _identity(self) -> bytes:
-        """32 bytes that change with the file's content, the library and the KV's layout."""
         named = f"{_version()} {self._capacity.shared} {content_sha256(self._path)}"
         return hashlib.sha256(named.encode()).digest()
+
+    def kv_bytes(self) -> int:
+        """KV in use; a token's position and sequences take 12 bytes or more; see `Backend`."""
+        self._require_open()
+        return int(lib.llama_state_get_size(self._context)) - self._empty_bytes
 
     def memory(self) -> Memory:
         """Bytes now and at the peak; llama.cpp allocates at load, so device peak and allocation are one number."""

@@ -50,17 +50,21 @@ def opened(
     dtype: str = "auto",
     threads: int | None = None,
     exact: bool = False,
+    hidden: bool = False,
 ) -> Iterator[Backend]:
     """Open a `.gguf` file or a safetensors folder and close it at the end.
 
     `dtype` (auto, float32, float16, bfloat16) is what torch computes in; a GGUF file's types are its own. `exact`
     takes the kernels that round least instead of the fastest: for the quality of weights, not the speed of a kernel.
+    `hidden` opens a folder as a HiddenBackend (runtime/torch/hidden.py); a GGUF file gives no hidden states.
     """
     backend: Backend
     if path.is_dir():
         from quantlab.runtime.torch.backend import TorchBackend
+        from quantlab.runtime.torch.hidden import HiddenBackend
 
-        backend = TorchBackend(path, capacity, device=device, dtype=dtype, threads=threads, exact=exact)
+        kind = HiddenBackend if hidden else TorchBackend
+        backend = kind(path, capacity, device=device, dtype=dtype, threads=threads, exact=exact)
     else:
         if dtype != "auto":
             raise UsageError(

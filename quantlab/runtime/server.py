@@ -33,6 +33,7 @@ from quantlab.runtime.server_kind import (
     ServerInfo,
     body,
     counters_in,
+    gauge_in,
     recognize,
 )
 from quantlab.runtime.server_stream import OUTCOMES, ServerGeneration
@@ -124,6 +125,12 @@ class Server:
         after = self._run(self._read_counters())
         grown = {name: after[name] - before for name, before in self._before.items() if name in after}
         return {name: self._tally[name] for name in names} | {n: grown[n] for n in grown if grown[n] >= 0}
+
+    def accept_length(self) -> float | None:
+        """Tokens of a verify as a gauge of the server has it now: of its last steps alone; None where it has none."""
+        gauge = DIALECTS[self._info.kind].accept_length
+        page = self._run(self._about("metrics")) if gauge and self._info.has_counters else None
+        return gauge_in(page, gauge) if isinstance(page, str) else None
 
     def reset(self) -> None:
         """Set the counters to zero. The server keeps its prefix cache."""

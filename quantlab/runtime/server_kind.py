@@ -38,8 +38,12 @@ class Dialect:
     tokenize: tuple[str, str, str, Mapping[str, Any]] | None = None
     detokenize: tuple[str, str, str, Mapping[str, Any]] | None = None
     counters: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    # A gauge of the tokens that a verify hands out, where no counter tells.
+    accept_length: str = ""
 
 
+# One line of a Prometheus page: name, labels, value.
+_SERIES = re.compile(r"^([A-Za-z_:][\w:]*)(\{.*\})?[ \t]+([-+0-9.eE]+)(?:[ \t]+\d+)?\s*$", re.M)
 _RUNNING_USAGE = {"include_usage": True, "continuous_usage_stats": True}
 
 DIALECTS: dict[Kind, Dialect] = {
@@ -57,6 +61,10 @@ DIALECTS: dict[Kind, Dialect] = {
             "server_prefix_queries": ("vllm:prefix_cache_queries_total", "vllm:gpu_prefix_cache_queries_total"),
             "server_prefix_hits": ("vllm:prefix_cache_hits_total", "vllm:gpu_prefix_cache_hits_total"),
             "server_preempted": ("vllm:num_preemptions_total",),
+            "server_drafts": ("vllm:spec_decode_num_drafts_total",),
+            "server_draft_tokens": ("vllm:spec_decode_num_draft_tokens_total",),
+            "server_accepted_tokens": ("vllm:spec_decode_num_accepted_tokens_total",),
+            "server_accepted_at": ("vllm:spec_decode_num_accepted_tokens_per_pos_total",),
         },
     ),
     "sglang": Dialect(
@@ -74,6 +82,7 @@ DIALECTS: dict[Kind, Dialect] = {
             "server_prefix_hits": ("sglang:cached_tokens_total",),
             "server_preempted": ("sglang:num_retracted_requests_total",),
         },
+        accept_length="sglang:spec_accept_length",
     ),
     "llama-server": Dialect(
         "llama-server",
@@ -175,17 +184,29 @@ async def recognize(card: Mapping[str, Any], get: Get) -> tuple[Kind, str, int |
 def counters_in(metrics: str, wanted: Mapping[str, tuple[str, ...]]) -> dict[str, int]:
     """The counters of a Prometheus page by our names; a counter with labels is the sum of its series.
 
-    A counter that is not on the page is left out.
+    A counter that is not on the page is left out. `NAME_at` becomes `NAME_at_0`, `NAME_at_1`..., by `position` labels.
     """
     sums: dict[str, float] = {}
-    for match in re.finditer(r"^([A-Za-z_:][\w:]*)(?:\{.*\})?[ \t]+([-+0-9.eE]+)(?:[ \t]+\d+)?\s*$", metrics, re.M):
-        sums[match[1]] = sums.get(match[1], 0.0) + float(match[2])
-    found = {}
+    places: dict[str, dict[int, float]] = {}
+    for name, labels, value in _SERIES.findall(metrics):
+        sums[name] = sums.get(name, 0.0) + float(value)
+        if position := re.search(r'\bposition="(\d+)"', labels):
+            at = places.setdefault(name, {})
+            at[int(position[1])] = at.get(int(position[1]), 0.0) + float(value)
+    found: dict[str, int] = {}
     for name, choices in wanted.items():
         for parts in (choice.split("+") for choice in choices):
-            if name not in found and all(part in sums for part in parts):
+            if name.endswith("_at"):
+                found |= {f"{name}_{i}": round(n) for i, n in places.get(parts[0], {}).items()}
+            elif name not in found and all(part in sums for part in parts):
                 found[name] = round(sum(sums[part] for part in parts))
     return found
+
+
+def gauge_in(metrics: str, name: str) -> float | None:
+    """The largest value of a gauge of a Prometheus page, None where it is not on it."""
+    values = [float(value) for found, _, value in _SERIES.findall(metrics) if found == name]
+    return max(values, default=None)
 
 
 def _text(told: Any, key: str) -> str:

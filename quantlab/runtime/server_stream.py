@@ -41,7 +41,8 @@ class ServerGeneration(Generation):
 
     `start_s` is the time at which it was due, `sent_s` at which it was sent: a client too slow for the load shows in
     TTFT. `times_s` holds one time a token; `tokens` their ids where the server tells them, else it is empty.
-    `prompt_tokens` and `cached_tokens` are the server's own counts, None where it tells none.
+    `prompt_tokens`, `cached_tokens`, `draft_tokens` and `accepted_tokens` are the server's own counts, None where it
+    tells none.
     """
 
     sent_s: float = 0.0
@@ -52,6 +53,8 @@ class ServerGeneration(Generation):
     text: str = ""
     prompt_tokens: int | None = None
     cached_tokens: int | None = None
+    draft_tokens: int | None = None
+    accepted_tokens: int | None = None
     counted_by: TokenCount = "events"
 
 
@@ -110,6 +113,9 @@ class _Timings(msgspec.Struct):
     # The prompt is what was computed and what was cached.
     prompt_n: _Count | None = None
     cache_n: _Count | None = None
+    # Where it speculates: tokens drafted for this answer so far, and accepted.
+    draft_n: _Count | None = None
+    draft_n_accepted: _Count | None = None
 
 
 class _Delta(msgspec.Struct):
@@ -217,6 +223,8 @@ class Answer:
         generation, usage, timings = self.generation, event.usage, event.timings
         if timings is not None and timings.prompt_n is not None and timings.cache_n is not None:
             generation.cached_tokens, generation.prompt_tokens = timings.cache_n, timings.prompt_n + timings.cache_n
+        if timings is not None and timings.draft_n is not None:
+            generation.draft_tokens, generation.accepted_tokens = timings.draft_n, timings.draft_n_accepted
         if usage is not None:
             self.total, generation.prompt_tokens = usage.completion_tokens, usage.prompt_tokens
             if usage.prompt_tokens_details is not None:

@@ -28,11 +28,11 @@ from quantlab.runtime.backend import (
     Tokens,
     generate_static,
 )
-from quantlab.runtime.checks import check_batch, check_requests
+from quantlab.runtime.checks import check_batch, check_requests, check_share
 from quantlab.runtime.clock import VirtualClock
 from quantlab.runtime.step_model import StepShape, StepTime, chunk_pairs
 
-_BLOB_MAGIC = b"QLKS\x01"
+_BLOB_MAGIC = b"QLKS\x02"
 # A row of logits is a window of one random vector, at a place that the hash names.
 _WINDOWS = 4096
 _MULTIPLIER, _MASK = 6364136223846793005, 2**64 - 1
@@ -146,12 +146,8 @@ class SimulatedBackend:
 
     def share(self, src: int, dst: int, n: int) -> None:
         """Let `dst` begin with the first `n` tokens of `src`; see `Backend`."""
-        if not self._capacity.shared:
-            raise UsageError("this backend was opened without sharing", "open it with `Capacity(shared=True)`")
-        self._require_empty(dst)
-        if not 0 <= n <= self.length(src):
-            raise UsageError(f"{n} tokens of sequence {src} asked, it holds {self.length(src)}")
-        self._states[dst] = self._states[src][:n]
+        check_share(self._capacity, src, dst, n, self.length)
+        self._states[dst] += self._states[src][self.length(dst) : n]
 
     def truncate(self, seq: int, n: int) -> None:
         """Keep the first `n` tokens of `seq`; see `Backend`."""
@@ -164,20 +160,24 @@ class SimulatedBackend:
         self.length(seq)
         self._states[seq] = []
 
-    def save(self, seq: int) -> bytes:
-        """What the sequence stands for (runtime/saved.py); see `Backend`."""
-        n = self.length(seq)
-        if n == 0:
-            raise UsageError(f"sequence {seq} is empty")
-        self.clock.advance(self._swap_token_s * n)
-        return saved.pack(_BLOB_MAGIC, self._identity, n, struct.pack(f"<{n}Q", *self._states[seq]))
+    def save(self, seq: int, start: int = 0, end: int | None = None) -> bytes:
+        """What the tokens stand for (runtime/saved.py); see `Backend`."""
+        end = self.length(seq) if end is None else end
+        saved.check_part(seq, self.length(seq), start, end)
+        self.clock.advance(self._swap_token_s * (end - start))
+        payload = struct.pack(f"<{end - start}Q", *self._states[seq][start:end])
+        return saved.pack(_BLOB_MAGIC, self._identity, start, end, payload)
 
     def restore(self, seq: int, blob: bytes) -> None:
         """Put it back; see `Backend`."""
-        self._require_empty(seq)
-        n, payload = saved.unpack(blob, _BLOB_MAGIC, self._identity, self._capacity.n_ctx)
-        self.clock.advance(self._swap_token_s * n)
-        self._states[seq] = list(struct.unpack(f"<{n}Q", payload))
+        held = self.length(seq)
+        end, payload = saved.unpack(blob, _BLOB_MAGIC, self._identity, seq=seq, held=held, n_ctx=self._capacity.n_ctx)
+        self.clock.advance(self._swap_token_s * (end - held))
+        self._states[seq] += struct.unpack(f"<{end - held}Q", payload)
+
+    def identity(self) -> bytes:
+        """What a saved KV belongs to; see `Backend`."""
+        return self._identity
 
     def _require_open(self) -> None:
         if not self._open:
@@ -186,6 +186,11 @@ class SimulatedBackend:
     def _require_empty(self, seq: int) -> None:
         if held := self.length(seq):
             raise UsageError(f"sequence {seq} holds {held} tokens", "release it first")
+
+    def kv_bytes(self) -> int:
+        """KV that a real backend would use, if equal histories are shared; see `Backend`."""
+        self._require_open()
+        return len(set().union(*self._states)) * self._loaded.kv_bytes_per_token
 
     def memory(self) -> Memory:
         """The KV that a real backend would hold, and this process; see `Backend`."""

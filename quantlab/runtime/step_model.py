@@ -79,6 +79,11 @@ class StepModel(msgspec.Struct, frozen=True):
         if any(not math.isfinite(value) or value < 0 for value in values) or not any(values):
             raise UsageError(f"a step model of {values}", "give seconds from 0 on, one of them above 0")
 
+    def slower(self, factor: float) -> StepModel:
+        """The same model with every step `factor` times as long."""
+        *terms, batch_s = msgspec.structs.astuple(self)
+        return StepModel(*(factor * term for term in terms), tuple(factor * value for value in batch_s))
+
     def batch(self, seqs: int) -> float:
         """What a step costs for `seqs` decoding sequences, before prefill and context."""
         return self.batch_s[seqs] if seqs < len(self.batch_s) else self.base_s + self.decode_seq_s * seqs

@@ -6,6 +6,7 @@ a log. A child whose parent is gone ends at once, with what it started (runtime/
 
 from __future__ import annotations
 
+import errno
 import importlib
 import os
 import queue
@@ -61,6 +62,7 @@ class Channel:
 
 
 _MEMORY_HINT = "end other programs, or use a smaller model, fewer or shorter samples, or another machine"
+_ROOM_HINT = "free some room, of the output or of temporary files, and run again"
 
 # Loads this very package from its folder: another interpreter must see it, but not the packages beside it.
 _BOOT = """\
@@ -74,7 +76,7 @@ try:
     from quantlab.runtime.worker import child
 except Exception as error:
     said = f"`{sys.executable}` cannot run quantlab: {error}"
-    hint = "`quantlab engines` shows the state of the engines and what to do"
+    hint = "`quantlab engines` shows the engines, `quantlab engines add NAME --force` builds an environment again"
     print(json.dumps({"kind": "error", "value": {"message": said, "hint": hint, "usage": False}}))
     sys.exit(1)
 child(call)
@@ -89,7 +91,7 @@ class Worker:
     """
 
     def __init__(self, call: str, spec: Any, progress: Progress = silent, python: Path | None = None) -> None:
-        self._call, self._progress = call, progress
+        self._call, self._progress, self._foreign = call, progress, python is not None
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the worker
         # The working directory is no place to import from; PYTHONPATH is not for another interpreter.
         interpreter = [sys.executable, "-P"] if python is None else [str(python), "-I"]
@@ -151,6 +153,8 @@ class Worker:
         tail = self._log.read().decode("utf-8", "replace").strip().splitlines()[-8:]
         what = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
         hint = "run again with a smaller model or file a bug"
+        if self._foreign:
+            hint += "; `quantlab engines add NAME --force` builds the environment of an engine again"
         if code == -signal.SIGKILL:
             hint = f"the system may have run out of memory: {_MEMORY_HINT}"
         said = "; it said: " + " | ".join(tail) if tail else ""
@@ -171,16 +175,20 @@ def child(call: str) -> None:
     # Libraries print to stdout; the pipe is not for them.
     os.dup2(2, 1)
     channel = Channel(output)
-    module, _, function = call.partition(":")
     try:
-        work: Work = getattr(importlib.import_module(module), function)
+        work = _imported(call)
         channel.send("result", msgspec.to_builtins(work(channel.receive(), channel)))
     except QuantlabError as error:
         usage = isinstance(error, UsageError)
         channel.send("error", {"message": error.message, "hint": error.hint, "usage": usage})
     except BaseException as error:
+        said = None
         if out_of_memory(error):
-            channel.send("error", {"message": f"out of memory: {error or call}", "hint": _MEMORY_HINT, "usage": False})
+            said = {"message": f"out of memory: {error or call}", "hint": _MEMORY_HINT}
+        elif out_of_room(error):
+            said = {"message": f"out of room on a disk: {error}", "hint": _ROOM_HINT}
+        if said is not None:
+            channel.send("error", said | {"usage": False})
             os._exit(0)
         # Python's own way out would wait for the thread that holds stdin, and end in an abort over the traceback.
         traceback.print_exc()
@@ -188,6 +196,23 @@ def child(call: str) -> None:
         os._exit(1)
     # The model's own destructors are not worth waiting for.
     os._exit(0)
+
+
+def _imported(call: str) -> Work:
+    module, _, function = call.partition(":")
+    try:
+        work: Work = getattr(importlib.import_module(module), function)
+    except ImportError as error:
+        hint = "install quantlab again with its extras; `quantlab engines` shows the engines and what to do"
+        raise QuantlabError(f"`{sys.executable}` cannot run `{module}`: {error}", hint) from error
+    return work
+
+
+def out_of_room(error: BaseException) -> bool:
+    """Whether a disk is full, a quota used up or a file as large as it may be; safetensors tells it in words alone."""
+    codes = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+    of_system = isinstance(error, OSError) and error.errno in codes
+    return of_system or any(f"(os error {code})" in str(error) for code in codes)
 
 
 def out_of_memory(error: BaseException) -> bool:

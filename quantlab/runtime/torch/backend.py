@@ -35,14 +35,14 @@ from quantlab.runtime.backend import (
     generate_static,
     prefill_all,
 )
-from quantlab.runtime.checks import check_batch, check_requests
+from quantlab.runtime.checks import check_batch, check_requests, check_share
 from quantlab.runtime.torch import attention, load, weights
 from quantlab.runtime.torch.decode import StaticDecoder, generate_plain
 from quantlab.runtime.torch.kv import BLOCK_TOKENS, Blocks, Storage, blocks_of
 from quantlab.runtime.torch.model import VERSION, Model
 from quantlab.runtime.torch.vocabulary import Vocabulary
 
-_BLOB_MAGIC = b"QLKT\x01"
+_BLOB_MAGIC = b"QLKT\x02"
 
 
 class TorchBackend:
@@ -133,7 +133,7 @@ class TorchBackend:
         with self._kept_on_failure():
             for seq, end in ends.items():
                 self._storage.copy_blocks(self._blocks.extend(seq, self._lengths[seq], end))
-            order = _order(batch.seqs, ends, self._lengths)
+            order = order_rows(batch.seqs, ends, self._lengths)
             for at in range(0, len(order), self._capacity.n_ubatch):
                 part = order[at : at + self._capacity.n_ubatch]
                 step = attention.PagedStep(self._storage, self._blocks, _spans(batch.seqs[part], batch.positions[part]))
@@ -169,12 +169,8 @@ class TorchBackend:
     def share(self, src: int, dst: int, n: int) -> None:
         """Let `dst` begin with the first `n` tokens of `src`; see `Backend`."""
         self._opened()
-        if not self._capacity.shared:
-            raise UsageError("this backend was opened without sharing", "open it with `Capacity(shared=True)`")
-        self._require_empty(dst)
-        if not 0 <= n <= self.length(src):
-            raise UsageError(f"{n} tokens of sequence {src} asked, it holds {self._lengths[src]}")
-        self._blocks.share(src, dst, n)
+        check_share(self._capacity, src, dst, n, self.length)
+        self._blocks.share(src, dst, n, self._lengths[dst])
         self._lengths[dst] = n
 
     def truncate(self, seq: int, n: int) -> None:
@@ -189,25 +185,33 @@ class TorchBackend:
         self.length(seq)
         self.truncate(seq, 0)
 
-    def save(self, seq: int) -> bytes:
-        """The KV of `seq` (runtime/saved.py); see `Backend`."""
-        length = self.length(seq)
-        if length == 0:
-            raise UsageError(f"sequence {seq} is empty")
-        payload = self._storage.read(self._blocks.slots(seq, 0, length))
-        return saved.pack(_BLOB_MAGIC, self._identity, length, payload)
+    def save(self, seq: int, start: int = 0, end: int | None = None) -> bytes:
+        """The KV of a part of `seq` (runtime/saved.py); see `Backend`."""
+        end = self.length(seq) if end is None else end
+        saved.check_part(seq, self.length(seq), start, end)
+        payload = self._storage.read(self._blocks.slots(seq, start, end))
+        return saved.pack(_BLOB_MAGIC, self._identity, start, end, payload)
 
     def restore(self, seq: int, blob: bytes) -> None:
-        """Put a saved KV into `seq`; see `Backend`."""
-        self._require_empty(seq)
-        length, kept = saved.unpack(blob, _BLOB_MAGIC, self._identity, self._capacity.n_ctx)
-        self._blocks.extend(seq, 0, length)
-        self._storage.write(self._blocks.slots(seq, 0, length), bytes(kept))
-        self._lengths[seq] = length
+        """Continue `seq` with a saved KV; see `Backend`."""
+        start = self.length(seq)
+        end, kept = saved.unpack(blob, _BLOB_MAGIC, self._identity, seq=seq, held=start, n_ctx=self._capacity.n_ctx)
+        self._storage.copy_blocks(self._blocks.extend(seq, start, end))
+        self._storage.write(self._blocks.slots(seq, start, end), bytes(kept))
+        self._lengths[seq] = end
+
+    def identity(self) -> bytes:
+        """What a saved KV belongs to; see `Backend`."""
+        return self._identity
 
     @functools.cached_property
     def _identity(self) -> bytes:
         return self._opened().identity()
+
+    def kv_bytes(self) -> int:
+        """KV in use, in whole blocks; see `Backend`."""
+        self._opened()
+        return self._blocks.used * BLOCK_TOKENS * self._loaded.kv_bytes_per_token
 
     def memory(self) -> Memory:
         """Bytes now and at the peak; see `Model.memory`."""
@@ -282,7 +286,7 @@ class TorchBackend:
             raise UsageError(f"sequence {seq} holds {self._lengths[seq]} tokens", "release it first")
 
 
-def _order(seqs: Any, ends: dict[int, int], lengths: list[int]) -> Any:
+def order_rows(seqs: Any, ends: dict[int, int], lengths: list[int]) -> Any:
     """Rows sorted by the number of new tokens of their sequence, then by sequence; each in its own order."""
     if len(ends) == 1:
         return np.arange(len(seqs))

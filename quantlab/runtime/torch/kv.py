@@ -41,10 +41,13 @@ class Blocks:
             table.append(self._take(seq, len(table)))
         return copies
 
-    def share(self, src: int, dst: int, n_tokens: int) -> None:
-        """Let `dst` (empty) use the blocks of the first `n_tokens` of `src`."""
-        self.tables[dst] = self.tables[src][: blocks_of(n_tokens)]
-        for block in self.tables[dst]:
+    def share(self, src: int, dst: int, n_tokens: int, held: int = 0) -> None:
+        """Let `dst`, which holds the first `held` tokens of `src`, use the blocks of those up to `n_tokens`."""
+        # A block that it holds in part gives way to the whole one.
+        first = held // BLOCK_TOKENS
+        self.truncate(dst, first * BLOCK_TOKENS)
+        for block in self.tables[src][first : blocks_of(n_tokens)]:
+            self.tables[dst].append(block)
             self._users[block] += 1
 
     def truncate(self, seq: int, n_tokens: int) -> None:
@@ -53,6 +56,11 @@ class Blocks:
         for block in table[blocks_of(n_tokens) :]:
             self._drop(block)
         del table[blocks_of(n_tokens) :]
+
+    @property
+    def used(self) -> int:
+        """Blocks that some sequence uses."""
+        return len(self._users) - len(self._free)
 
     def at_home(self, seq: int) -> bool:
         """Whether the blocks of `seq` lie one after the other at its own place."""

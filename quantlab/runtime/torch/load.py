@@ -33,8 +33,8 @@ except ModuleNotFoundError as error:
     raise missing_extra(str(error.name), "torch") from error
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-# gptqmodel's kernels that round least: its own choice on a CPU rounds activations and scales to bfloat16, whatever the
-# dtype. That of gptq computes in float32, that of awq in float16, which is also ten times as slow on a CPU.
+# gptqmodel's layers that can be unpacked: its own choice on a CPU rounds activations and scales to bfloat16, whatever
+# the dtype. Of these that of gptq would unpack at each product, that of awq compute in float16.
 _EXACT = {"gptq": "gptq_torch", "awq": "torch_awq"}
 
 
@@ -126,9 +126,9 @@ def load_model(
 ) -> Any:
     """The model of `config` (load_config) in evaluation mode.
 
-    `exact`: 4-bit weights are multiplied in float32 where `dtype` is. QuantlabError where the folder does not load,
-    its weights lack a tensor of the model, or this machine cannot load it. With `strict` it is a FolderError where the
-    folder is at fault, and so is a tensor that the model has no place for.
+    `exact`: packed weights are unpacked here and multiplied in float32 where `dtype` is. QuantlabError where the folder
+    does not load, its weights lack a tensor of the model, or this machine cannot load it. With `strict` it is a
+    FolderError where the folder is at fault, and so is a tensor that the model has no place for.
     """
     method = config_method(config)
     exact = exact and dtype == torch.float32 and method in _EXACT
@@ -141,10 +141,10 @@ def load_model(
         if strict:
             raise
         raise QuantlabError(f"`{folder}`: {error.message}", error.hint) from error
-    if exact and method == "gptq":
-        _widen_gptq(model)
-    elif exact:
-        _widen_awq(model)
+    if exact:
+        from quantlab.runtime.torch.unpack import unpack_layers
+
+        unpack_layers(model)
     return model.eval()
 
 
@@ -204,30 +204,6 @@ def _refuse_keys(kind: str, info: dict[str, Any], *, strict: bool) -> None:
         )
     if strict and (spare := sorted(info["unexpected_keys"])):
         raise FolderError(f"it has {len(spare)} tensors that {kind} has no place for, first `{spare[0]}`")
-
-
-def _widen_gptq(model: Any) -> None:
-    """Unpacked weights have the dtype of their scales: a product of float16 would be rounded once more."""
-    for module in model.modules():
-        if isinstance(getattr(module, "scales", None), torch.Tensor):
-            module.scales = module.scales.float()
-            # gptqmodel compiles the unpacking of each shape, seconds each: more than a perplexity run wins by it.
-            vars(module).pop("dequantize_weight", None)
-
-
-def _widen_awq(model: Any) -> None:
-    """Put the float32 weights that the codes mean in place of gptqmodel's layers, which compute in float16."""
-    from gptqmodel.quantization.awq.utils.packing_utils import dequantize_gemm
-
-    packed = [(name, module) for name, module in model.named_modules() if type(module).__name__ == "AwqTorchLinear"]
-    for name, module in packed:
-        scales = module.scales.float()
-        weight = dequantize_gemm(module.qweight, module.qzeros, scales, module.bits, module.group_size).T
-        linear = torch.nn.Linear(*weight.T.shape, bias=module.bias is not None, device="meta")
-        linear.weight = torch.nn.Parameter(weight.contiguous(), requires_grad=False)
-        if module.bias is not None:
-            linear.bias = torch.nn.Parameter(module.bias.float(), requires_grad=False)
-        model.set_submodule(name, linear)
 
 
 def config_method(config: Any) -> str | None:
