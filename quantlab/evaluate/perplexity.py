@@ -22,6 +22,7 @@ from quantlab.core.model import ModelFile
 from quantlab.core.progress import Progress, silent
 from quantlab.core.result import Measurement, Notice, Outcome, RuntimeInfo
 from quantlab.core.statistics import median, percentile
+from quantlab.evaluate.parent import of_models, of_runtimes
 from quantlab.evaluate.protocols import Protocol
 from quantlab.evaluate.spec import PplSpec
 from quantlab.runtime.worker import Channel, Worker
@@ -29,7 +30,7 @@ from quantlab.runtime.worker import Channel, Worker
 if TYPE_CHECKING:
     from quantlab.evaluate.divergence import Floats
     from quantlab.evaluate.likelihood import Against
-    from quantlab.runtime.backend import Backend, Tokens
+    from quantlab.runtime.backend import Backend, Loaded, Tokens
 
 # The fastest of 64 to 512 for prefill on a CPU, and as many rows of logits at most.
 _STEP_TOKENS = 512
@@ -65,6 +66,7 @@ def run(spec: PplSpec, progress: Progress = silent) -> Outcome:
     with Worker("quantlab.evaluate.perplexity:work", msgspec.to_builtins(Job(spec, text)), progress) as worker:
         # Read while the child starts.
         model = model_info(spec.model)
+        parent = model_info(spec.against) if spec.against else None
         measured = msgspec.convert(worker.result(), Measured)
     windows, available = measured.details["windows"], measured.details["windows_available"]
     details = {
@@ -77,6 +79,9 @@ def run(spec: PplSpec, progress: Progress = silent) -> Outcome:
     }
     notes = corpus.notes or calibrated_on(spec.model, corpus)
     warnings = [*notes, *measured.warnings]
+    if spec.against is not None and parent is not None:
+        details["against_model"] = msgspec.to_builtins(parent)
+        warnings += of_models((spec.model.label, spec.against.label), model, parent)
     return Outcome(spec.model.label, model, measured.runtime, measured.measurements, warnings, details)
 
 
@@ -148,7 +153,7 @@ def measure(spec: PplSpec, text: str, model: Backend, parent: Backend | None, pr
     available = len(windows) if whole else None
     windows = windows[: spec.limit]
     scores = score(windows, protocol.first_scored, model, parent, progress)
-    warnings = _warnings(protocol, loaded.n_ctx_train)
+    warnings = _warnings(windows.shape[1], loaded)
     measurements = _likelihood(scores.loss, _scored_bytes(model, windows[:, protocol.first_scored :]))
     details: dict[str, Any] = {
         "protocol": protocol.name,
@@ -161,16 +166,20 @@ def measure(spec: PplSpec, text: str, model: Backend, parent: Backend | None, pr
         "token_hash": _token_hash(windows),
         "peak_process_bytes": model.memory().process_peak,
     }
-    if scores.against is not None and spec.against is not None:
+    if scores.against is not None and spec.against is not None and parent is not None:
         measurements |= divergence_measurements(scores.against)
+        # Window by window, so that the two perplexities can be compared in pairs.
+        measurements["against_nll"] = Measurement("nat", "none", scores.against.parent_loss.mean(axis=1).tolist())
+        ran = parent.describe().runtime
         agreement = float(scores.against.agree.mean())
         details |= {
             "against": {"label": spec.against.label, "sha256": spec.against.sha256},
             "against_ppl": _perplexity(scores.against.parent_loss),
+            "against_runtime": msgspec.to_builtins(ran),
             # The standard error of a share of independent tokens.
             "top1_agreement_stderr": math.sqrt(agreement * (1 - agreement) / max(1, scores.loss.size - 1)),
         }
-        warnings += _of_runtimes(loaded.runtime, parent.describe().runtime) if parent is not None else []
+        warnings += of_runtimes(loaded.runtime, ran)
     return Measured(loaded.runtime, measurements, warnings, details)
 
 
@@ -229,27 +238,13 @@ def _token_hash(windows: Tokens) -> str:
     return digest.hexdigest()
 
 
-def _warnings(protocol: Protocol, n_ctx_train: int) -> list[Notice]:
-    if protocol.n_ctx <= n_ctx_train:
+def _warnings(n_ctx: int, loaded: Loaded) -> list[Notice]:
+    if not loaded.beyond_training(n_ctx):
         return []
     return [
         Notice(
             "n-ctx-beyond-training",
-            f"windows of {protocol.n_ctx} tokens; the model was trained on {n_ctx_train}",
-            f"use `--n-ctx {n_ctx_train}`, and compare only with rows of that size",
-        )
-    ]
-
-
-def _of_runtimes(model: RuntimeInfo, parent: RuntimeInfo) -> list[Notice]:
-    """A notice where two runtimes computed the two; torch reads no GGUF, llama.cpp no quantized folder."""
-    if model.name == parent.name:
-        return []
-    of_gguf = parent.name == "llamacpp"
-    return [
-        Notice(
-            "parent-runtime",
-            f"the model ran in {model.name}, its parent in {parent.name}: their divergence holds what these differ by",
-            f"give `--against` {'the folder that the GGUF was made from' if of_gguf else 'the plain folder or a GGUF'}",
+            f"windows of {n_ctx} tokens; the model was trained on {loaded.n_ctx_train}",
+            f"use `--n-ctx {loaded.n_ctx_train}`, and compare only with rows of that size",
         )
     ]

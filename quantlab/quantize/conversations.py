@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import re
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
+from quantlab.core.chat_template import Renderer, compiled
 from quantlab.core.corpus import Message
-from quantlab.core.errors import QuantlabError, missing_extra
+from quantlab.core.errors import QuantlabError
 from quantlab.core.result import Notice
-
-# A tag of transformers around what the model says: nothing is written for it.
-_GENERATION = re.compile(r"\{%([-+]?)\s*(end)?generation\s*([-+]?)%\}")
 
 
 class Template(msgspec.Struct, frozen=True):
@@ -32,28 +29,11 @@ class Text(NamedTuple):
 
 def render(conversations: list[list[Message]], template: Template, name: str, notices: list[Notice]) -> list[Text]:
     """Conversations as the model's template writes them; those that it refuses are left out, with a notice."""
-    try:
-        from jinja2.exceptions import TemplateError
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
-    except ModuleNotFoundError:
-        raise missing_extra("jinja2", "gguf") from None
-
-    def refuse(message: str) -> None:
-        raise TemplateError(message)
-
-    # The template comes from a downloaded file: it runs in a sandbox.
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-    )
-    environment.globals.update(raise_exception=refuse, strftime_now=lambda _: "")
     rendered, reason = [], ""
-    try:
-        compiled = environment.from_string(_GENERATION.sub(_as_condition, template.source))
-    except TemplateError as error:
-        raise QuantlabError(f"the model's chat template is broken: {error}", "calibrate on plain text") from error
+    renderer = compiled(template.source, bos=template.bos, eos=template.eos, hint="calibrate on plain text")
     for messages in conversations:
         try:
-            rendered.append(_render_one(messages, compiled, template))
+            rendered.append(_render_one(messages, renderer))
         # A template may fail on anything that a conversation holds.
         except Exception as error:
             reason = f"{error}"
@@ -73,11 +53,7 @@ def render(conversations: list[list[Message]], template: Template, name: str, no
     return rendered
 
 
-def _as_condition(tag: re.Match[str]) -> str:
-    return f"{{%{tag[1]} {'endif' if tag[2] else 'if true'} {tag[3]}%}}"
-
-
-def _render_one(messages: list[Message], compiled: Any, template: Template) -> Text:
+def _render_one(messages: list[Message], renderer: Renderer) -> Text:
     """One conversation and what the assistant says in it, found by rendering it turn by turn.
 
     Where a template changes earlier turns when later ones come, the words of the turns are looked for, in their order.
@@ -85,11 +61,7 @@ def _render_one(messages: list[Message], compiled: Any, template: Template) -> T
     """
 
     def turns(n: int, *, prompt: bool) -> str:
-        return str(
-            compiled.render(
-                messages=messages[:n], bos_token=template.bos, eos_token=template.eos, add_generation_prompt=prompt
-            )
-        )
+        return renderer(messages[:n], prompt)
 
     text = turns(len(messages), prompt=False)
     counted: list[tuple[int, int]] | None = []

@@ -7,14 +7,12 @@ parent does (torch_speech.py), and be what its config.json says (torch_schema.py
 from __future__ import annotations
 
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 
-from quantlab.core import hardware
 from quantlab.core.corpus import load_text
 from quantlab.core.errors import QuantlabError, missing_extra
 from quantlab.core.hf_config import text_config
@@ -22,6 +20,7 @@ from quantlab.core.progress import silent
 from quantlab.core.result import Notice
 from quantlab.core.statistics import mean_interval
 from quantlab.quantize import torch_schema, torch_vllm
+from quantlab.quantize.engines.stages import Stages
 from quantlab.quantize.torch_child import set_environment
 from quantlab.quantize.torch_prediction import LAYER
 from quantlab.quantize.torch_schema import Stored
@@ -65,52 +64,58 @@ def work(spec: Any, channel: Channel) -> Checked:
     except ModuleNotFoundError as error:
         raise missing_extra(error.name or "torch", "torch") from None
     torch.set_num_threads(job.threads)
-    checked = Checked()
-    checked.fault = _find_fault(job, checked, channel)
-    checked.peak_process_bytes = hardware.peak_process_bytes()
-    if torch.cuda.is_available():
-        checked.peak_device_bytes = torch.cuda.max_memory_allocated()
+    checked, stages = Checked(), Stages()
+    checked.fault = _find_fault(job, checked, stages, channel)
+    stages.tell(checked)
     return checked
 
 
-def _find_fault(job: CheckJob, checked: Checked, channel: Channel) -> str | None:
+def _find_fault(job: CheckJob, checked: Checked, stages: Stages, channel: Channel) -> str | None:
     from quantlab.quantize import torch_speech
+    from quantlab.quantize.torch_model import probe_ids
+    from quantlab.runtime.torch.vocabulary import load_tokenizer
 
     artifact, parent = Path(job.artifact), Path(job.folder)
     if fault := torch_schema.find_fault(artifact, parent, job.weights):
         return fault
     text = load_text(_TEXT, "evaluation", offline=True).raw
-    if fault := torch_speech.find_fault(artifact, parent, text):
+    # What it gives the artifact's tokenizer gives too, or there is a fault.
+    tokenizer = load_tokenizer(parent)
+    if fault := torch_speech.find_fault(artifact, parent, tokenizer, text):
         return fault
     found = torch_schema.stored(artifact, parent)
     if fault := _tensor_fault(job, found):
         return fault
     checked.notices += torch_vllm.notices(found)
     with tempfile.TemporaryDirectory(dir=Path(job.probe).parent) as scratch:
-        return _Comparison(job, found, checked, channel, Path(scratch)).fault(_windows(parent, text))
+        stages.end("files")
+        comparison = _Comparison(job, found, checked, stages=stages, channel=channel, scratch=Path(scratch))
+        return comparison.fault(probe_ids(tokenizer), _windows(parent, tokenizer, text))
 
 
 def _tensor_fault(job: CheckJob, found: Stored) -> str | None:
-    """A number that is none, or a tensor that the method leaves alone and that is not the parent's."""
-    from quantlab.quantize.torch_compare import altered
+    """A number that is none, columns in another order than is said, or a tensor that the method leaves alone and that
+    is not the parent's.
+    """
+    from quantlab.quantize.torch_compare import altered, disordered
 
     try:
         check_numbers(Path(job.artifact), silent)
     except QuantlabError as error:
         return error.message
+    says = torch_schema.weights_of(found) if found.method == "gptq" else None
+    if says and not says.desc_act and (fault := disordered(Path(job.artifact), found.quantized, says.group_size)):
+        return fault
     names = (found.tensors.keys() & found.parent.keys()) - {f"{module}.weight" for module in found.quantized}
     if job.method in _FOLD:
         names = {name for name in names if not LAYER.search(name)}
     return altered(Path(job.artifact), Path(job.folder), names)
 
 
-def _windows(parent: Path, text: str) -> list[list[int]]:
+def _windows(parent: Path, tokenizer: Any, text: str) -> list[list[int]]:
     """Token ids of the fixed text, in windows that the model's positions hold."""
-    from quantlab.runtime.torch.vocabulary import load_tokenizer
-
     limit = text_config(parent).get("max_position_embeddings")
     size = min(CHECK_WINDOW_TOKENS, limit) if isinstance(limit, int) else CHECK_WINDOW_TOKENS
-    tokenizer = load_tokenizer(parent)
     ids = tokenizer.encode(text, add_special_tokens=False)[:CHECK_TOKENS]
     # Some models are lost in a text that does not begin with it.
     bos = [tokenizer.bos_token_id] if tokenizer.encode("a")[0] == tokenizer.bos_token_id else []
@@ -120,18 +125,23 @@ def _windows(parent: Path, text: str) -> list[list[int]]:
 class _Comparison:
     """The artifact, its parent, and its parent rounded on the same tokens: never two models in memory."""
 
-    def __init__(self, job: CheckJob, found: Stored, checked: Checked, channel: Channel, scratch: Path) -> None:
+    def __init__(
+        self, job: CheckJob, found: Stored, checked: Checked, *, stages: Stages, channel: Channel, scratch: Path
+    ) -> None:
         import torch
 
         self.job, self.found, self.checked, self.channel, self.scratch = job, found, checked, channel, scratch
+        self.stages = stages
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
         self.stored = torch.bfloat16 if any(kind == "BF16" for kind, _ in found.tensors.values()) else torch.float16
         # Products of 16 bits are slow on a CPU.
         self.dtype = torch.float32 if self.device == "cpu" else self.stored
-        self.started = time.perf_counter()
 
-    def fault(self, windows: list[list[int]]) -> str | None:
-        """What makes the artifact useless, or None; `checked` receives what was measured."""
+    def fault(self, probe: list[int], windows: list[list[int]]) -> str | None:
+        """What makes the artifact useless, or None; `checked` receives what was measured.
+
+        `probe`: the token ids of what the engine's model should have computed.
+        """
         from quantlab.quantize.torch_compare import keep_logits
         from quantlab.quantize.torch_model import load_model
         from quantlab.runtime.torch.load import FolderError
@@ -142,25 +152,24 @@ class _Comparison:
             model = load_model(artifact, dtype=self.dtype, device=self.device, exact=True, strict=True)
         except FolderError as error:
             return error.message
-        self._stop("load")
-        if fault := self._engine_fault(model):
+        self.stages.end("load")
+        if fault := self._engine_fault(model, probe):
             return fault
         own = keep_logits(model, windows, self.scratch / "artifact")
         del model
-        self._stop("artifact")
+        self.stages.end("artifact")
         self.channel.progress("check", 1, 3)
         self._measure(windows, own)
         self.channel.progress("check", 3, 3)
         return self._parent_fault()
 
-    def _engine_fault(self, model: Any) -> str | None:
+    def _engine_fault(self, model: Any, probe: list[int]) -> str | None:
         """Whether what was saved computes what the engine's model in memory did."""
         from quantlab.quantize.torch_compare import divergence, precision, relative_error
-        from quantlab.quantize.torch_model import logits_of, probe_ids, read_probe
-        from quantlab.runtime.torch.vocabulary import load_tokenizer
+        from quantlab.quantize.torch_model import logits_of, read_probe
 
         ids, engine = read_probe(Path(self.job.probe))
-        if ids != probe_ids(load_tokenizer(Path(self.job.artifact))):
+        if ids != probe:
             return "the engine computed other token ids than its tokenizer gives for the test text"
         own = logits_of(model, ids)
         for logits, whose in ((engine, "the logits of the engine's model"), (own, "its logits")):
@@ -185,22 +194,22 @@ class _Comparison:
         """Divergence of the artifact from its parent, and that of plain rounding at the same bits."""
         from quantlab.quantize.rounding import round_linears
         from quantlab.quantize.torch_compare import blocks, divergence, keep_logits
-        from quantlab.quantize.torch_model import load_model, logits_of
+        from quantlab.quantize.torch_model import load_model, logits_of, read_probe
 
         checked = self.checked
         model = load_model(Path(self.job.folder), dtype=self.dtype, device=self.device)
         before = keep_logits(model, windows, self.scratch / "parent")
-        kld = np.concatenate([divergence(np.load(a), np.load(b)) for a, b in zip(before, own, strict=True)])
+        kld = np.concatenate([divergence(read_probe(a)[1], read_probe(b)[1]) for a, b in zip(before, own, strict=True)])
         checked.kld_parent, checked.kld_parent_blocks = float(kld.mean()), blocks(kld, _BLOCK_TOKENS)
-        self._stop("parent")
+        self.stages.end("parent")
         self.channel.progress("check", 2, 3)
         weights = torch_schema.weights_of(self.found)
         if self.job.method in _WEIGHT_ONLY and weights is not None:
             round_linears(model, self.found.quantized, weights, self.stored)
             pairs = zip(before, windows, strict=True)
-            kld = np.concatenate([divergence(np.load(file), logits_of(model, window)) for file, window in pairs])
+            kld = np.concatenate([divergence(read_probe(file)[1], logits_of(model, window)) for file, window in pairs])
             checked.kld_rounding, checked.kld_rounding_blocks = float(kld.mean()), blocks(kld, _BLOCK_TOKENS)
-            self._stop("rounding")
+            self.stages.end("rounding")
 
     def _parent_fault(self) -> str | None:
         kld, rounding = self.checked.kld_parent, self.checked.kld_rounding
@@ -218,10 +227,6 @@ class _Comparison:
         if self.job.method in _CALIBRATED:
             self.checked.notices += _verdict(self.checked)
         return None
-
-    def _stop(self, stage: str) -> None:
-        now = time.perf_counter()
-        self.checked.stages_s[stage], self.started = now - self.started, now
 
 
 def _verdict(checked: Checked) -> list[Notice]:

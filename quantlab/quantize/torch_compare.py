@@ -11,7 +11,7 @@ import torch
 from safetensors import safe_open
 
 from quantlab.core.artifact import safetensors_files
-from quantlab.quantize.torch_model import logits_of
+from quantlab.quantize.torch_model import write_probe
 
 Logits = np.ndarray[Any, np.dtype[np.float32]]
 # Rows at once: a window of a large vocabulary in several copies fills gigabytes.
@@ -55,12 +55,12 @@ def blocks(values: np.ndarray[Any, np.dtype[np.float64]], size: int) -> list[flo
 
 
 def keep_logits(model: Any, windows: list[list[int]], folder: Path) -> list[Path]:
-    """Compute each window's logits and keep them in files: all at once would fill the memory."""
+    """Compute each window's logits and keep them in files (read_probe): all at once would fill the memory."""
     folder.mkdir()
     kept = []
     for number, window in enumerate(windows):
-        kept.append(folder / f"{number}.npy")
-        np.save(kept[-1], logits_of(model, window))
+        kept.append(folder / f"{number}.safetensors")
+        write_probe(kept[-1], model, window)
     return kept
 
 
@@ -71,6 +71,20 @@ def altered(artifact: Path, parent: Path, names: Iterable[str]) -> str | None:
         stored, original = own[name].get_tensor(name), before[name].get_tensor(name)
         if not torch.equal(stored, original.to(stored.dtype)):
             return f"its `{name}` is not that of its parent"
+    return None
+
+
+def disordered(artifact: Path, modules: Iterable[str], group_size: int) -> str | None:
+    """The first of these gptq modules whose groups are not made of neighbouring columns; how it is told.
+
+    transformers computes by `g_idx` whatever config.json says; vLLM leaves it unread where `desc_act` is false.
+    """
+    own = _tensors(artifact)
+    for module in sorted(modules):
+        index = own[f"{module}.g_idx"].get_tensor(f"{module}.g_idx")
+        size = len(index) if group_size == -1 else group_size
+        if not torch.equal(index, torch.arange(len(index), dtype=index.dtype) // size):
+            return f"the columns of `{module}` are not in order, and its config.json says `desc_act` false"
     return None
 
 

@@ -23,18 +23,19 @@ from quantlab.core import hardware
 from quantlab.core.artifact import content_sha256, model_info, write_record
 from quantlab.core.corpus import Corpus
 from quantlab.core.errors import QuantlabError, UsageError
-from quantlab.core.files import check_space, partial_of, write_text, written_folder
+from quantlab.core.files import check_space, flush_folder, partial_of, write_text, written_folder
 from quantlab.core.model import ModelFile, file_label
 from quantlab.core.progress import Progress
 from quantlab.core.result import Notice, Outcome
 from quantlab.quantize import torch_facts as facts
-from quantlab.quantize import torch_schema, torch_state
+from quantlab.quantize import torch_state
 from quantlab.quantize.calibration import load_parts
 from quantlab.quantize.chinese import language_notices, speaks_chinese
 from quantlab.quantize.engines import ENGINES, Engine
 from quantlab.quantize.engines.environment import interpreter
 from quantlab.quantize.methods import check_place
 from quantlab.quantize.spec import Prediction, QuantizeSpec
+from quantlab.quantize.torch_leak import leak
 from quantlab.quantize.torch_plan import Plan, plan
 from quantlab.quantize.torch_source import TorchSource, prepare, read_source, vocabulary
 from quantlab.quantize.torch_spec import calibrates, weights
@@ -75,22 +76,17 @@ def run(spec: QuantizeSpec, progress: Progress) -> Outcome:
         done = msgspec.convert(run_in_child(engine.call, msgspec.to_builtins(job), progress, python=python), EngineDone)
         try:
             checked = _check(spec, source, progress, artifact=folder, probe=probe, python=checker)
+            made = facts.Made(spec, engine, source, planned, done, checked)
+            sha256 = "" if checked.fault else _record(folder, made)
         except QuantlabError as error:
             kept = _set_aside(folder, out, "unchecked", error.message)
-            message = f"the artifact could not be checked: {error.message}"
+            message = f"the artifact could not be checked and recorded: {error.message}"
             raise QuantlabError(message, f"{error.hint}; it is kept as `{kept}`".removeprefix("; ")) from error
-        made = facts.Made(spec, engine, source, planned, done, checked)
-        if not checked.fault:
-            facts.write_card(folder, made)
-            write_record(folder, facts.record(made, content_sha256(folder)))
-            checked.fault = torch_schema.leak(folder, source.folder)
         if checked.fault:
             if state is not None:
                 torch_state.forget(state)
             raise _reject(folder, out, checked.fault)
-    model = ModelFile(
-        str(out.resolve()), file_label(out), spec.out, content_sha256(out), spec.model.revision, source.note
-    )
+    model = ModelFile(str(out.resolve()), file_label(out), spec.out, sha256, spec.model.revision, source.note)
     info = model_info(model)
     return Outcome(
         label=model.label,
@@ -170,7 +166,6 @@ def _identity(
         "method": spec.method,
         **(msgspec.to_builtins(weights(spec)) or {}),
         "scheme": spec.scheme,
-        "desc_act": spec.desc_act,
         "layers_in_16_bits": planned.keep,
         "device": planned.device,
         "dtype": planned.dtype,
@@ -206,7 +201,6 @@ def _job(
         seed=spec.seed,
         weights=weights(spec),
         scheme=spec.scheme,
-        desc_act=spec.desc_act,
         calibration=Samples(parts, spec.calib_samples, spec.calib_length, spec.seed) if parts else None,
         state=None if state is None else str(state),
     )
@@ -226,6 +220,15 @@ def _check(
         weights=weights(spec),
     )
     return msgspec.convert(run_in_child(_CHECK, msgspec.to_builtins(job), progress, python=python), Checked)
+
+
+def _record(folder: Path, made: facts.Made) -> str:
+    """Write card and record beside the weights; returns the sha256 of the artifact. A path in them is a fault."""
+    sha256 = content_sha256(folder)
+    facts.write_card(folder, made)
+    write_record(folder, facts.record(made, sha256))
+    made.checked.fault = leak(folder, made.source.folder)
+    return sha256
 
 
 @contextlib.contextmanager
@@ -249,7 +252,10 @@ def _reject(folder: Path, out: Path, fault: str) -> QuantlabError:
 
 def _set_aside(folder: Path, out: Path, mark: str, reason: str) -> Path:
     """Keep an artifact that did not pass its check where nobody takes it for one, with the reason in it."""
-    write_text(folder / _REASON, reason + "\n")
+    # Where the disk is full, the error alone tells the reason.
+    with contextlib.suppress(OSError, QuantlabError):
+        flush_folder(folder)
+        write_text(folder / _REASON, reason + "\n")
     kept = out.with_name(f"{out.name}.{mark}")
     if (kept / _REASON).is_file():
         shutil.rmtree(kept)

@@ -45,7 +45,7 @@ def logits_of(model: Any, ids: list[int]) -> np.ndarray[Any, np.dtype[np.float32
 
 
 def write_probe(path: Path, model: Any, ids: list[int]) -> None:
-    """Keep what a model in memory computes on the fixed text."""
+    """Keep what a model in memory computes on one sequence."""
     save_file({"ids": np.array(ids, np.int32), "logits": logits_of(model, ids)}, path)
 
 

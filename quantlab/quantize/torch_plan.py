@@ -16,6 +16,7 @@ from quantlab.core.errors import QuantlabError, UsageError
 from quantlab.core.result import Notice
 from quantlab.quantize import torch_vllm
 from quantlab.quantize.engines import ENGINES
+from quantlab.quantize.engines.companions import stored_dtype
 from quantlab.quantize.engines.environment import state
 from quantlab.quantize.spec import Prediction, QuantizeSpec
 from quantlab.quantize.tensors import matching
@@ -133,7 +134,9 @@ def _divisors(spec: QuantizeSpec) -> list[tuple[str, int, str]]:
     found = []
     if spec.group_size is not None and spec.group_size > 0:
         found.append(("`group_size`", spec.group_size, "in_features"))
-    if spec.method == "awq" and spec.engine != "llmcompressor":
+    if spec.method == "awq" and spec.engine == "autoawq":
+        found.append(("the clipping of autoawq", 64, "out_features"))
+    elif spec.method == "awq" and spec.engine != "llmcompressor":
         found.append(("the packing of awq", 8, "out_features"))
     if spec.method == "gptq" and spec.engine != "llmcompressor":
         assert spec.bits is not None
@@ -237,5 +240,4 @@ def _dtype(spec: QuantizeSpec, source: TorchSource) -> str:
         return spec.dtype
     if _device(spec) == "cpu":
         return "float32"
-    stored = source.config.get("dtype") or source.config.get("torch_dtype")
-    return stored if stored in ("float16", "bfloat16") else "float16"
+    return stored_dtype(source.config)

@@ -29,6 +29,7 @@ import numpy as np
 from quantlab.core import hardware
 from quantlab.core.result import Notice, TensorType
 from quantlab.quantize.engines import ENGINES
+from quantlab.quantize.engines.companions import stored_dtype
 from quantlab.quantize.spec import Prediction, QuantizeSpec
 from quantlab.quantize.torch_source import TorchSource
 from quantlab.quantize.torch_work import CHECK_TOKENS, CHECK_WINDOW_TOKENS
@@ -133,8 +134,8 @@ def stored_bytes(linear: Linear, spec: QuantizeSpec) -> int:
 
 
 def _plain_kind(source: TorchSource, spec: QuantizeSpec) -> str:
-    stored = (source.config.get("dtype"), source.config.get("torch_dtype"))
-    return "BF16" if "bfloat16" in stored and spec.engine != "autoawq" else "F16"
+    # autoawq's format has no other type.
+    return "F16" if spec.engine == "autoawq" or stored_dtype(source.config) == "float16" else "BF16"
 
 
 def _tokens(spec: QuantizeSpec) -> int:

@@ -18,6 +18,7 @@ import msgspec
 from quantlab.core.artifact import read_json, safetensors_files, safetensors_header
 from quantlab.core.errors import QuantlabError
 from quantlab.core.hf_config import quantization, text_config
+from quantlab.quantize.torch_leak import leak
 from quantlab.quantize.torch_work import Weights
 
 Header = tuple[str, tuple[int, ...]]
@@ -27,13 +28,8 @@ _FLOATS = {"F16", "BF16"}
 _SCALES = {"F16", "BF16", "F32"}
 # Rotary tables of old checkpoints, which are computed and not loaded.
 _BUFFERS = re.compile(r"\.rotary_emb\.inv_freq$|\.attn\.(masked_)?bias$")
-_PATH = re.compile(r"(?<![\w.:/*\\])(?:/[\w.@+-]+){2,}|\b[A-Za-z]:\\\\?[\w.]+\\")
 # Keys of config.json that quantizing changes.
 _OWN_KEYS = ("quantization_config", "dtype", "torch_dtype", "transformers_version")
-# A name or a pattern is shorter, a sample of calibration text longer.
-_LONGEST_STRING = 1000
-_TEXT_FILES = ("*.json", "*.yaml", "*.yml", "*.txt", "*.md", "*.csv")
-_TOKENIZER = re.compile(r"token|vocab|merges|chat_template")
 
 
 class Stored(msgspec.Struct, frozen=True):
@@ -131,7 +127,7 @@ def weights_of(found: Stored) -> Weights | None:
     """Bits, group and symmetry that config.json states; None for floats."""
     config = found.config
     if found.method == "gptq":
-        return Weights(config["bits"], config["group_size"], config["sym"])
+        return Weights(config["bits"], config["group_size"], config["sym"], config["desc_act"])
     if found.method == "awq":
         return Weights(config["bits"], config["group_size"], not config["zero_point"])
     weights = found.scheme["weights"]
@@ -174,7 +170,8 @@ def _settings(found: Stored, asked: Weights | None) -> str | None:
 def _spoken(weights: Weights | None) -> str:
     if weights is None:
         return "floats"
-    return f"{weights.bits} bits, group {weights.group_size}, {'symmetric' if weights.sym else 'with zero points'}"
+    said = f"{weights.bits} bits, group {weights.group_size}, {'symmetric' if weights.sym else 'with zero points'}"
+    return said + (", desc_act" if weights.desc_act else "")
 
 
 def _names(found: Stored, tied: Any) -> str | None:
@@ -296,34 +293,3 @@ def _expected_compressed(
     inputs = scheme.get("input_activations")
     if inputs and not inputs["dynamic"]:
         yield "input_scale", _SCALES, (1,)
-
-
-def leak(artifact: Path, parent: Path) -> str | None:
-    """A path of a machine, or text that was calibrated on, in a file that quantizing wrote."""
-    for file in sorted(path for pattern in _TEXT_FILES for path in artifact.glob(pattern)):
-        if _TOKENIZER.search(file.name):
-            continue
-        text = file.read_text(encoding="utf-8")
-        original = parent / file.name
-        known = original.read_text(encoding="utf-8") if original.is_file() else ""
-        if found := next((path for path in _PATH.findall(text) if path not in known), None):
-            return f"its {file.name} holds the path `{found}`"
-        if file.suffix == ".json":
-            own = set(_strings(read_json(original))) if known else set()
-            if any(len(s) > _LONGEST_STRING and s not in own for s in _strings(read_json(file))):
-                return f"its {file.name} holds a text of more than {_LONGEST_STRING} characters"
-    config = quantization(artifact) or {}
-    if isinstance(config.get("dataset"), list):
-        return "its config.json holds the calibration text"
-    return None
-
-
-def _strings(value: Any) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _strings(item)
-    elif isinstance(value, list):
-        for item in value:
-            yield from _strings(item)

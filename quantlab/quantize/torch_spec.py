@@ -57,7 +57,7 @@ def weights(spec: QuantizeSpec) -> Weights | None:
     """How a checked spec stores weights; None for fp8."""
     if spec.bits is None or spec.group_size is None or spec.sym is None:
         return None
-    return Weights(spec.bits, spec.group_size, spec.sym)
+    return Weights(spec.bits, spec.group_size, spec.sym, spec.desc_act)
 
 
 def torch_variant(spec: QuantizeSpec) -> str:

@@ -14,13 +14,17 @@ from quantlab.runtime.torch.vocabulary import load_tokenizer
 _GENERATION = "generation_config.json"
 # Written by whatever library saved the file.
 _VERSION = "transformers_version"
+# Of a tokenizer, beside its vocabulary: where it cuts and fills.
+_CUT_AND_FILL = ("model_max_length", "truncation_side", "padding_side")
 # Enough of them to meet every kind.
 _SPECIAL_TOKENS = 64
 
 
-def find_fault(artifact: Path, parent: Path, text: str) -> str | None:
-    """What of its parent's language it lost, or None; `text` is long, so that a cut that was left on is seen."""
-    before = load_tokenizer(parent)
+def find_fault(artifact: Path, parent: Path, before: Any, text: str) -> str | None:
+    """What of its parent's language it lost, or None.
+
+    `before` is the tokenizer of `parent`; `text` is long, so that a cut that was left on is seen.
+    """
     try:
         own = load_tokenizer(artifact)
     except FolderError as error:
@@ -34,9 +38,12 @@ def find_fault(artifact: Path, parent: Path, text: str) -> str | None:
 
 
 def _vocabulary_fault(own: Any, before: Any) -> str | None:
-    if own.get_vocab() == before.get_vocab():
-        return None
-    return f"its tokenizer has another vocabulary than its parent's ({len(own)} tokens, {len(before)})"
+    if own.get_vocab() != before.get_vocab():
+        return f"its tokenizer has another vocabulary than its parent's ({len(own)} tokens, {len(before)})"
+    for name in _CUT_AND_FILL:
+        if (says := getattr(own, name)) != (said := getattr(before, name)):
+            return f"the `{name}` of its tokenizer is {says}, its parent's {said}"
+    return None
 
 
 def _ids_fault(own: Any, before: Any, text: str) -> str | None:

@@ -86,8 +86,8 @@ def check(out: Path, wanted: Identity) -> None:
 def kept(out: Path, wanted: Identity, *, replace: bool) -> Iterator[Path]:
     """The state folder for one quantization; on success it is removed, on failure kept if a layer is finished.
 
-    With `replace` what is there goes; else raises as `check` does. Raises QuantlabError too where another process
-    has the folder.
+    The failure's hint, or the note of a Ctrl-C, then says where it lies and how it is continued. With `replace` what is
+    there goes; else raises as `check` does. Raises QuantlabError too where another process has the folder.
     """
     folder = place(out)
     _refuse_foreign(folder)
@@ -105,10 +105,20 @@ def kept(out: Path, wanted: Identity, *, replace: bool) -> Iterator[Path]:
         except BaseException as error:
             if not (folder / _FINISHED).is_file():
                 _remove(folder)
-            elif isinstance(error, QuantlabError) and folder.name not in error.hint:
-                error.hint += f"{'; ' if error.hint else ''}the finished layers are kept in `{folder}`"
+            elif not isinstance(error, QuantlabError):
+                error.add_note(_continued(folder, out, replace=replace))
+            elif folder.name not in error.hint:
+                error.hint += f"{'; ' if error.hint else ''}{_continued(folder, out, replace=replace)}"
             raise
         _remove(folder)
+
+
+def _continued(folder: Path, out: Path, *, replace: bool) -> str:
+    """How the finished layers in `folder` are continued, and how not; with `replace` the command had `--force`."""
+    how = " without `--force`" if replace else ""
+    when = f" once `{out}` is moved away" if replace and out.exists() else ""
+    kept = f"the finished layers are kept in `{folder}`"
+    return f"{kept}: the same command{how} continues there{when}, with `--force` it begins again"
 
 
 def read(folder: Path) -> Finished | None:

@@ -17,11 +17,15 @@ CHECK_TOKENS, CHECK_WINDOW_TOKENS = 1024, 512
 
 
 class Weights(msgspec.Struct, frozen=True):
-    """How weights are stored: `group_size` of a row share a scale, -1 for a whole row; `sym`: no zero points."""
+    """How weights are stored: `group_size` of a row share a scale, -1 for a whole row; `sym`: no zero points.
+
+    `desc_act`: the weights of a group lie anywhere in the row.
+    """
 
     bits: int
     group_size: int
     sym: bool
+    desc_act: bool = False
 
 
 class Samples(msgspec.Struct, frozen=True):
@@ -53,7 +57,6 @@ class EngineJob(msgspec.Struct, frozen=True):
     seed: int
     weights: Weights | None = None
     scheme: str | None = None
-    desc_act: bool = False
     calibration: Samples | None = None
     state: str | None = None
 

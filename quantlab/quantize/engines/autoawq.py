@@ -5,18 +5,17 @@ It runs in an environment of its own, with torch 2.6 and transformers 4.51: with
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from quantlab.core import hardware
 from quantlab.core.artifact import read_json
 from quantlab.core.errors import QuantlabError, UsageError
 from quantlab.quantize import calibration
 from quantlab.quantize.engines.companions import copy_companions, write_config
-from quantlab.quantize.torch_child import failures_of, set_environment
+from quantlab.quantize.engines.stages import Stages
+from quantlab.quantize.torch_child import failures_of, importing, set_environment
 from quantlab.quantize.torch_work import EngineDone, EngineJob
 from quantlab.runtime.worker import Channel
 
@@ -32,21 +31,20 @@ def work(spec: Any, channel: Channel) -> EngineDone:
     if job.weights.bits != 4 or job.weights.sym or job.weights.group_size < 1:
         raise UsageError("autoawq writes 4 bits with zero points in groups, nothing else", _OTHER)
     set_environment(job.device)
-    try:
+    with importing("autoawq"):
         import awq
         import torch
-    except ModuleNotFoundError as error:
-        raise QuantlabError(f"`{error.name}` is not installed", "run `quantlab engines add autoawq`") from None
-    from quantlab.quantize.torch_model import probe_ids, write_probe
-    from quantlab.runtime.torch.vocabulary import load_tokenizer
+
+        from quantlab.quantize.torch_model import probe_ids, write_probe
+        from quantlab.runtime.torch.vocabulary import load_tokenizer
 
     torch.set_num_threads(job.threads)
     torch.manual_seed(job.seed)
     _refuse_new_config(Path(job.folder))
-    started = time.perf_counter()
+    stages = Stages()
     tokenizer = load_tokenizer(Path(job.folder))
     windows = calibration.of_tokenizer(job.calibration, tokenizer)
-    calibrated = time.perf_counter()
+    stages.end("calibration")
     with failures_of("autoawq"):
         model = awq.AutoAWQForCausalLM.from_pretrained(
             job.folder,
@@ -55,29 +53,19 @@ def work(spec: Any, channel: Channel) -> EngineDone:
             trust_remote_code=False,
             local_files_only=True,
         )
-        loaded = time.perf_counter()
+        stages.end("load")
         layers = _quantize(job, model, tokenizer, windows.windows.tolist(), channel)
-    quantized = time.perf_counter()
+    engine_s = stages.skip()
     # The format is float16: also what is not quantized.
     model.model.half()
     write_probe(Path(job.probe), model.model, probe_ids(tokenizer))
-    probed = time.perf_counter()
+    stages.end("probe")
     channel.progress("save", 0, 1)
     _save(model, Path(job.folder), Path(job.out))
-    return EngineDone(
-        engine_s=quantized - loaded,
-        layers=layers,
-        stages_s={
-            "calibration": calibrated - started,
-            "load": loaded - calibrated,
-            "probe": probed - quantized,
-            "save": time.perf_counter() - probed,
-        },
-        calibration=windows.record,
-        peak_process_bytes=hardware.peak_process_bytes(),
-        peak_device_bytes=torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0,
-        notices=list(windows.notices),
-    )
+    stages.end("save")
+    done = EngineDone(engine_s, layers, calibration=windows.record, notices=list(windows.notices))
+    stages.tell(done)
+    return done
 
 
 def _refuse_new_config(folder: Path) -> None:

@@ -27,9 +27,8 @@ def copy_companions(parent: Path, out: Path) -> None:
         shutil.copytree(parent / "additional_chat_templates", out / "additional_chat_templates", dirs_exist_ok=True)
 
 
-def stored_dtype(folder: Path) -> str:
-    """The 16-bit type of what is not quantized: the parent's own, float16 for a wider parent."""
-    config = read_json(folder / "config.json")
+def stored_dtype(config: dict[str, Any]) -> str:
+    """The 16-bit type of what is not quantized, by the parent's config: its own, float16 for a wider parent."""
     return "bfloat16" if "bfloat16" in (config.get("dtype"), config.get("torch_dtype")) else "float16"
 
 

@@ -30,6 +30,8 @@ from quantlab.runtime.worker import Channel, run_in_child
 _OURS = ("msgspec", "numpy", "psutil")
 _MARK = "quantlab-engine.json"
 _CHECK = "quantlab.quantize.engines.environment:work"
+# What pip says when it tries again to connect.
+_BROKEN = "after connection broken by "
 
 
 class State(msgspec.Struct, frozen=True):
@@ -66,26 +68,43 @@ def state(engine: Engine) -> State:
 def add(engine: Engine, *, offline: bool = False, force: bool = False, progress: Progress = silent) -> Path:
     """Build the engine's own environment with pip, as the user configured it; its Python.
 
-    One that is whole is kept, unless `force`; another one is cleared first. Raises QuantlabError where a package
-    cannot be had or does not work.
+    One that is whole is kept, unless `force`, and then too where the new one fails; another one is cleared first.
+    Raises QuantlabError where a package cannot be had or does not work.
     """
     if offline:
         raise UsageError(f"`engines add {engine.name}` downloads packages", "leave out `--offline`")
     folder = _folder(engine)
+    before = folder.with_name(f"{folder.name}.before")
     with locked(folder.parent / f"{engine.name}.lock"):
-        if not force and not _fault(engine, folder):
-            return _python(folder)
         try:
-            # A mark that outlives its packages would call the rest of an environment whole.
-            (folder / _MARK).unlink(missing_ok=True)
-            shutil.rmtree(folder, ignore_errors=True)
+            # Of a build that was killed.
+            _give_back(folder, before)
+            if not _fault(engine, folder):
+                if not force:
+                    return _python(folder)
+                folder.rename(before)
+            _clear(folder)
             _build(engine, folder, progress)
         except OSError as error:
             raise os_error(error, folder) from error
         finally:
-            if not (folder / _MARK).exists():
-                shutil.rmtree(folder, ignore_errors=True)
+            _give_back(folder, before)
     return _python(folder)
+
+
+def _give_back(folder: Path, before: Path) -> None:
+    """Leave a whole environment in `folder`, that from `before` if there is no new one, or nothing."""
+    if not (folder / _MARK).exists():
+        shutil.rmtree(folder, ignore_errors=True)
+        if before.exists():
+            before.rename(folder)
+    _clear(before)
+
+
+def _clear(folder: Path) -> None:
+    # A mark that outlives its packages would call the rest of an environment whole.
+    (folder / _MARK).unlink(missing_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _folder(engine: Engine) -> Path:
@@ -143,15 +162,18 @@ def _run(engine: Engine, command: list[str]) -> None:
             code = process.wait()
         log.seek(0)
         said = log.read().decode("utf-8", "replace").strip().splitlines()
-    if code:
-        errors = [line for line in said if line.startswith("ERROR")] or said or [f"it ended with code {code}"]
-        unreachable = any("Retrying (Retry(" in line for line in said)
+    if not code:
+        return
+    what = f"`{engine.name}` cannot be installed"
+    # pip itself ends with the words of an index that has no such package.
+    if broken := [line.partition(_BROKEN)[2] for line in said if _BROKEN in line]:
         raise QuantlabError(
-            f"`{engine.name}` cannot be installed: {errors[-1]}",
-            "the package index that pip uses does not answer: check the network, then run again"
-            if unreachable
-            else "check the package index that pip uses and the room on the disk, then run again",
+            f"{what}: the package index that pip uses does not answer: {broken[-1]}",
+            "check the network, then run again",
         )
+    errors = [line for line in said if line.startswith("ERROR")] or said or [f"it ended with code {code}"]
+    hint = "check the package index that pip uses and the room on the disk, then run again"
+    raise QuantlabError(f"{what}: {errors[-1]}", hint)
 
 
 def work(modules: list[str], channel: Channel) -> None:

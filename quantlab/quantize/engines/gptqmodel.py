@@ -27,7 +27,6 @@ from quantlab.quantize.engines.packed import (
     note_rounded,
     note_used,
     run,
-    unpacked,
 )  # fmt: skip
 from quantlab.quantize.torch_child import failures_of
 from quantlab.quantize.torch_work import EngineDone, EngineJob
@@ -69,7 +68,7 @@ def load(job: EngineJob, tokenizer: Any) -> Any:
         # Scales by least squares instead of by the largest weight: KL divergence 0.059 instead of 0.068 (symmetric),
         # 0.050 instead of 0.057 (not), with desc_act 0.058 instead of 0.083; 4 bits, six layers of SmolLM2-135M.
         # The engine's damping of 0.05 is left: the paper's 0.01 gave 0.077, 0.1 the same.
-        order = {"desc_act": job.desc_act, "act_group_aware": act_group_aware(job)}
+        order = {"desc_act": job.weights.desc_act, "act_group_aware": act_group_aware(job)}
         settings |= {"format": "gptq", "mse": 2.0, **order}
     else:
         from quantlab.quantize.engines.gptqmodel_awq import amend
@@ -140,13 +139,15 @@ def _watch(job: EngineJob, engine: Any, channel: Channel, layers: Layers | None)
     from gptqmodel.looper.awq_processor import AWQProcessor
     from gptqmodel.looper.gptq_processor import GPTQProcessor
 
+    from quantlab.runtime.torch.unpack import linear_of
+
     dense: dict[str, Any] = {}
     processor = GPTQProcessor if job.method == "gptq" else AWQProcessor
     finalize = processor.submodule_finalize
 
     def keep_then_finalize(self: Any, module: Any, model: Any, **kwargs: Any) -> None:
         module.stream_sync()
-        dense[module.full_name] = unpacked(module.weight.data, module.bias)
+        dense[module.full_name] = linear_of(module.weight.data, module.bias)
         finalize(self, module, model, **kwargs)
 
     processor.submodule_finalize = keep_then_finalize

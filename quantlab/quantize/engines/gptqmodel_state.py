@@ -19,7 +19,6 @@ from quantlab.core.errors import QuantlabError
 from quantlab.core.files import locked, sha256_file
 from quantlab.core.result import Notice
 from quantlab.quantize import torch_state
-from quantlab.quantize.engines.packed import unpacked
 from quantlab.quantize.torch_state import Finished
 
 
@@ -167,23 +166,20 @@ class Layers:
 def _unpacked(module: Any, dtype: Any) -> Any:
     """The Linear that a packed module means, of weights computed in float32."""
     import torch
-    from gptqmodel.nn_modules.qlinear import PackableQuantLinear
     from gptqmodel.nn_modules.qlinear.torch_awq import AwqTorchLinear
-    from gptqmodel.quantization.awq.utils.packing_utils import dequantize_gemm
     from gptqmodel.utils.model import convert_gptq_v1_to_v2_format_module
 
-    scales = module.scales
-    if isinstance(module, AwqTorchLinear):
-        weight = dequantize_gemm(module.qweight, module.qzeros, scales.float(), module.bits, module.group_size)
-    else:
-        # It multiplies in the type of the scales, and takes zero points as they are; the format has them less one.
-        zeros = module.qzeros
-        module.scales, module.qzeros = scales.float(), zeros.clone()
+    from quantlab.runtime.torch.unpack import linear_of, weight_of
+
+    zeros = module.qzeros
+    if not isinstance(module, AwqTorchLinear):
+        # The format has zero points less one.
+        module.qzeros = zeros.clone()
         convert_gptq_v1_to_v2_format_module(module, module.bits, module.pack_dtype)
-        weight = PackableQuantLinear.dequantize_weight(module)
-        module.scales, module.qzeros = scales, zeros
+    weight = weight_of(module).to(dtype)
+    module.qzeros = zeros
     bias = None if module.bias is None else torch.nn.Parameter(module.bias.to(dtype), requires_grad=False)
-    return unpacked(weight.T.contiguous().to(dtype), bias)
+    return linear_of(weight, bias)
 
 
 @contextlib.contextmanager

@@ -8,12 +8,12 @@ from typing import Any
 
 import msgspec
 
-from quantlab.core import hardware
-from quantlab.core.errors import missing_extra
+from quantlab.core.hf_config import text_config
 from quantlab.core.result import Notice
 from quantlab.quantize import calibration
 from quantlab.quantize.engines.companions import copy_companions, stored_dtype, write_config
-from quantlab.quantize.torch_child import failures_of, set_environment
+from quantlab.quantize.engines.stages import Stages
+from quantlab.quantize.torch_child import failures_of, importing, set_environment
 from quantlab.quantize.torch_work import EngineDone, EngineJob
 from quantlab.runtime.worker import Channel
 
@@ -22,11 +22,9 @@ def work(spec: Any, channel: Channel) -> EngineDone:
     """Quantize one folder; writes the artifact and its probe."""
     job = msgspec.convert(spec, EngineJob)
     set_environment(job.device, LLM_COMPRESSOR_LOG_LEVEL="ERROR")
-    try:
+    with importing("llmcompressor"):
         import llmcompressor  # noqa: F401
         import torch
-    except ModuleNotFoundError as error:
-        raise missing_extra(error.name or "llmcompressor", "engines") from None
     torch.set_num_threads(job.threads)
     torch.manual_seed(job.seed)
     with failures_of("llmcompressor"):
@@ -40,35 +38,26 @@ def _quantize(job: EngineJob, channel: Channel) -> EngineDone:
     from quantlab.quantize.torch_model import load_model, probe_ids, write_probe
     from quantlab.runtime.torch.vocabulary import load_tokenizer
 
-    folder, started = Path(job.folder), time.perf_counter()
+    folder, stages = Path(job.folder), Stages()
     tokenizer = load_tokenizer(folder)
     windows = calibration.of_tokenizer(job.calibration, tokenizer) if job.calibration else None
-    calibrated = time.perf_counter()
+    stages.end("calibration")
     model = load_model(folder, dtype=getattr(torch, job.dtype), device=job.device)
-    loaded = time.perf_counter()
     steps, losses = recipes(job, model), _watch(channel, model)
+    stages.end("load")
     engine_s = _oneshot(model, tokenizer, steps, windows)
-    quantized, stored = time.perf_counter(), getattr(torch, stored_dtype(folder))
+    stages.skip()
+    stored = getattr(torch, stored_dtype(text_config(folder)))
     _round_to(model, stored)
     write_probe(Path(job.probe), model, probe_ids(tokenizer))
-    probed = time.perf_counter()
+    stages.end("probe")
     channel.progress("save", 0, 1)
     layers = _save(model, folder, Path(job.out), stored)
-    return EngineDone(
-        engine_s=engine_s,
-        layers=layers,
-        losses=losses,
-        stages_s={
-            "calibration": calibrated - started,
-            "load": loaded - calibrated,
-            "probe": probed - quantized,
-            "save": time.perf_counter() - probed,
-        },
-        calibration=windows.record if windows else None,
-        peak_process_bytes=hardware.peak_process_bytes(),
-        peak_device_bytes=torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0,
-        notices=[*(windows.notices if windows else []), *_notices(job, steps, windows)],
-    )
+    stages.end("save")
+    done = EngineDone(engine_s, layers, losses, calibration=windows.record if windows else None)
+    done.notices = [*(windows.notices if windows else []), *_notices(job, steps, windows)]
+    stages.tell(done)
+    return done
 
 
 def _oneshot(model: Any, tokenizer: Any, steps: list[list[Any]], windows: Any) -> float:

@@ -47,7 +47,7 @@ def _quantize(job: EngineJob, tokenizer: Any, windows: Calibration, channel: Cha
         bits=job.weights.bits,
         group_size=job.weights.group_size,
         sym=job.weights.sym,
-        desc_act=job.desc_act,
+        desc_act=job.weights.desc_act,
         act_group_aware=act_group_aware(job),
         tokenizer=tokenizer,
         dataset=[{"input_ids": [ids], "attention_mask": [[1] * len(ids)]} for ids in windows.windows.tolist()],

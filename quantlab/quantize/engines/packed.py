@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import tempfile
-import time
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
@@ -13,13 +12,13 @@ from typing import Any
 
 import msgspec
 
-from quantlab.core import hardware
-from quantlab.core.errors import missing_extra
+from quantlab.core.hf_config import text_config
 from quantlab.core.result import Notice
 from quantlab.quantize import calibration
 from quantlab.quantize.calibration import Calibration
 from quantlab.quantize.engines.companions import copy_companions, stored_dtype, write_config
-from quantlab.quantize.torch_child import set_environment
+from quantlab.quantize.engines.stages import Stages
+from quantlab.quantize.torch_child import importing, set_environment
 from quantlab.quantize.torch_work import EngineDone, EngineJob
 
 _ENVIRONMENT = {
@@ -60,14 +59,12 @@ def run(spec: Any, quantize: Quantize, package: str) -> EngineDone:
 def prepare(job: EngineJob, package: str) -> None:
     """Set what gptqmodel and torch read when they are imported, and import them."""
     set_environment(job.device, **_ENVIRONMENT)
-    try:
+    with importing(package.partition(".")[0]):
         import gptqmodel  # noqa: F401
         import torch
+        from gptqmodel.utils import logger
 
         __import__(package)
-    except ModuleNotFoundError as error:
-        raise missing_extra(error.name or package, "engines") from None
-    from gptqmodel.utils import logger
 
     logger.setup_logger().setLevel("ERROR")
     # No progress bars: the last lines of the log are what a crash is explained with.
@@ -83,38 +80,31 @@ def _run(job: EngineJob, quantize: Quantize) -> EngineDone:
     from quantlab.runtime.torch.vocabulary import load_tokenizer
 
     assert job.calibration is not None
-    clock, folder, out = time.perf_counter, Path(job.folder), Path(job.out)
-    started = clock()
+    folder, out, stages = Path(job.folder), Path(job.out), Stages()
     tokenizer = load_tokenizer(folder)
     windows = calibration.of_tokenizer(job.calibration, tokenizer)
-    calibrated = clock()
+    stages.end("calibration")
     done = EngineDone(engine_s=0.0, layers=[], calibration=dict(windows.record), notices=list(windows.notices))
     if not windows.mask.all():
         # A mask with holes would hide tokens from attention too.
         message = "the engine counts every token of a conversation, also those outside of answers"
         done.notices.append(Notice("calibration-mask", message))
     made = quantize(job, tokenizer, windows, done)
-    quantized = clock()
+    stages.end("load")
+    stages.seconds["load"] -= done.engine_s
     done.layers = list(made.dense)
-    dtype = getattr(torch, stored_dtype(folder))
+    dtype = getattr(torch, stored_dtype(text_config(folder)))
     _write_weights(made.model, out, dtype)
     copy_companions(folder, out)
     write_config(folder, out, dtype=str(dtype).removeprefix("torch."), quantization=made.config)
-    saved = clock()
+    stages.end("save")
     # What the engine computed, before it was packed: the check's difference is that of packing.
     for name, linear in made.dense.items():
         made.model.set_submodule(name, linear)
     _cast(made.model.to(job.device), getattr(torch, job.dtype))
     write_probe(Path(job.probe), made.model, probe_ids(tokenizer))
-    done.stages_s = {
-        "calibration": calibrated - started,
-        "load": quantized - calibrated - done.engine_s,
-        "save": saved - quantized,
-        "probe": clock() - saved,
-    }
-    done.peak_process_bytes = hardware.peak_process_bytes()
-    if torch.cuda.is_available():
-        done.peak_device_bytes = torch.cuda.max_memory_allocated()
+    stages.end("probe")
+    stages.tell(done)
     return done
 
 
@@ -140,20 +130,10 @@ def _write_weights(model: Any, out: Path, dtype: Any) -> None:
     save_torch_state_dict(state, out, metadata={"format": "pt"})
 
 
-def unpacked(weight: Any, bias: Any) -> Any:
-    """A Linear of these tensors."""
-    import torch
-
-    linear = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
-    linear.weight = torch.nn.Parameter(weight, requires_grad=False)
-    linear.bias = bias
-    return linear
-
-
 def act_group_aware(job: EngineJob) -> bool:
     """Whether columns are taken in desc_act's order as far as the plain layout of groups allows: better, and free."""
     assert job.weights is not None
-    return not job.desc_act and job.weights.group_size > 0
+    return not job.weights.desc_act and job.weights.group_size > 0
 
 
 def excluded(keep: list[str]) -> dict[str, Any]:
@@ -169,7 +149,7 @@ def gptq_entry(job: EngineJob, layers: list[str], quantizer: list[str], *, damp_
         "bits": job.weights.bits,
         "group_size": job.weights.group_size,
         "sym": job.weights.sym,
-        "desc_act": job.desc_act,
+        "desc_act": job.weights.desc_act,
         "format": "gptq",
         "checkpoint_format": "gptq",
         "damp_percent": damp_percent,
