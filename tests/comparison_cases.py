@@ -7,9 +7,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from quantlab.core.result import Environment, Measurement, ModelInfo, Notice, Result, RuntimeInfo, TensorType
+from quantlab.report.comparison import Comparison, Row, compare
+from quantlab.report.metrics import METRICS, sentence
+from quantlab.report.values import Value
 
 ENV = Environment("Test CPU, 2 cores", None, None, 8_000_000_000, "Linux 6.1 x86_64", {}, None, 0.4)
 RUNTIME = RuntimeInfo("llamacpp", "0.3.36", "cpu", "f16", {}, 2)
+NLL = [3.0, 3.2, 3.4, 3.1]
 CELL = {"prompt_tokens": 128, "new_tokens": 64, "batch": 1}
 UNITS = {
     "ttft": ("s", "lower"),
@@ -119,6 +123,7 @@ def lab() -> list[Result]:
     base = [3.2 + noise.gauss(0, 0.15) for _ in range(8)]
     q8 = [x + noise.gauss(0.0002, 0.003) for x in base]
     q4 = [x + noise.gauss(0.05, 0.02) for x in base]
+    beside = {"against": {"label": "f16", "sha256": "f" * 64}}
     spread = Notice("large-spread", "TTFT varies by 12% between repetitions", "close other programs")
     return [
         result("quantize", "Q8_0", Q8, spec={"type": "Q8_0"}),
@@ -127,6 +132,32 @@ def lab() -> list[Result]:
         bench("Q8_0", Q8, tpots(0.0205), minute=2),
         bench("Q4_K_M", Q4, tpots(0.0152), minute=2, warnings=[spread]),
         ppl("f16", F16, base, minute=3),
-        ppl("Q8_0", Q8, q8, minute=4, numbers={"kld_mean": 0.00171, "top1_agreement": 0.9765}),
-        ppl("Q4_K_M", Q4, q4, minute=5, numbers={"kld_mean": 0.05703, "top1_agreement": 0.86176}),
+        ppl("Q8_0", Q8, q8, minute=4, details=beside, numbers={"kld_mean": 0.00171, "top1_agreement": 0.9765}),
+        ppl("Q4_K_M", Q4, q4, minute=5, details=beside, numbers={"kld_mean": 0.05703, "top1_agreement": 0.86176}),
     ]
+
+
+# What tests ask of a comparison
+
+
+def labels(comparison: Comparison) -> list[str]:
+    return [row.artifact.label for row in comparison.rows]
+
+
+def row(comparison: Comparison, label: str, cell: str | None = None) -> Row:
+    return next(r for r in comparison.rows if r.artifact.label == label and cell in (None, str(r.cell)))
+
+
+def value(comparison: Comparison, label: str, metric: str, cell: str | None = None) -> Value:
+    found = [v for column, v in row(comparison, label, cell).values.items() if column.metric.name == metric]
+    assert len(found) == 1
+    return found[0]
+
+
+def said(comparison: Comparison, label: str, metric: str) -> str:
+    found = value(comparison, label, metric)
+    return sentence(next(m for m in METRICS if m.name == metric), found.ratio, found.verdict)
+
+
+def two(tpot_a, tpot_b, **given) -> Comparison:
+    return compare([bench("f16", F16, tpot_a), bench("Q4", Q4, tpot_b, **given)])

@@ -1,13 +1,20 @@
-"""What the engine itself costs, and M/M/1 in the long run; by hand: `python tests/engine_benchmarks.py [PART...]`.
+"""What the engine itself costs, and what it does on a real model: `make bench`, or by hand with some of the parts.
 
-Parts: queue (minutes), fleet, overhead. CPU time is printed, as other work on the machine does not change it much.
+Without a model: `overhead` of a step, `fleet` (a million requests), `queue` (M/M/1 in the long run; minutes): CPU time
+is printed, as other work on the machine does not change it much. On a model (engine_benchmarks_model.py; `--model`, or
+the demo model as F16 and Q4_K_M), some minutes each on an idle machine: `decode` against llama-batched-bench, in the
+folder that QUANTLAB_ORACLE or `--oracle` names, every file; `mixed` load with the guard on and off, and `simulated`
+against real, the last file.
 """
 
 from __future__ import annotations
 
+import argparse
+import os
 import random
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,6 +29,8 @@ from quantlab.runtime.backend import Capacity
 from quantlab.runtime.clock import VirtualClock
 from quantlab.runtime.simulated import SimulatedBackend
 from quantlab.runtime.step_model import ExponentialSteps, StepModel
+from tests import engine_benchmarks_model as on_model
+from tests.benchmarks import ORACLE, quantlab
 from tests.queue_theory import asymptotic_variance, needed_customers
 
 GPU = StepModel(0.008, 5e-5, 1e-9, 1e-4, 1e-8)
@@ -84,10 +93,52 @@ def overhead() -> None:
         engine = Engine(backend, Limits(seqs, 2048, 512 * seqs, 512), clock=clock)
         engine.run([Request(i, range(16), 300) for i in range(seqs)])
         full = [step.overhead_s for step in engine.steps if step.shape.decode_seqs == seqs]
-        print(f"batch {seqs}: {1e3 * statistics.median(full):.3f} ms a step in the median of {len(full)}")
+        print(
+            f"simulated, batch {seqs}: {1e3 * statistics.median(full):.3f} ms of overhead a step in the median of "
+            f"{len(full)} (aim 1 at 256)"
+        )
+
+
+def models(given: list[Path], work: Path) -> list[Path]:
+    """The files that were given, or the demo model in two types."""
+    if given:
+        return given
+    made = []
+    for kind in ("F16", "Q4_K_M"):
+        made.append(work / f"demo-{kind}.gguf")
+        quantlab("quantize", "demo", "-m", "gguf", "--type", kind, "-o", made[-1], "--no-save")
+    return made
+
+
+def main() -> None:
+    """Run the parts that were asked for."""
+    alone: dict[str, Callable[[], None]] = {"overhead": overhead, "fleet": fleet, "queue": queue}
+    on_models = {"decode": on_model.decode, "mixed": on_model.mixed_load, "simulated": on_model.simulated}
+    every = [*alone, *on_models]
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("parts", nargs="*", choices=[*every, []], help=f"some of {', '.join(every)}; default all")
+    parser.add_argument("--model", type=Path, action="append", default=[], help="a GGUF file; repeatable")
+    parser.add_argument("--oracle", default=ORACLE, help="folder of llama-batched-bench [default: QUANTLAB_ORACLE]")
+    parser.add_argument("--minutes", type=float, default=3.0, help="for each part on a model; three rounds at least")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--load", type=float, default=0.95, help="of mixed load, as a share of the capacity")
+    parser.add_argument("--ttft-slo", type=float, default=0.5, help="seconds")
+    parser.add_argument("--tpot-slo", type=float, default=0.05, help="seconds")
+    asked = parser.parse_args()
+    parts = asked.parts or every
+    print(f"load average {os.getloadavg()[0]:.2f}, {asked.threads} threads")
+    for name in parts:
+        if name in alone:
+            alone[name]()
+    if chosen := [name for name in parts if name in on_models]:
+        with tempfile.TemporaryDirectory() as folder:
+            options = on_model.Options(
+                models(asked.model, Path(folder)), asked.threads, asked.minutes, asked.oracle, asked.load,
+                asked.ttft_slo, asked.tpot_slo,
+            )  # fmt: skip
+            for name in chosen:
+                on_models[name](options)
 
 
 if __name__ == "__main__":
-    parts: dict[str, Callable[[], None]] = {"overhead": overhead, "fleet": fleet, "queue": queue}
-    for name in sys.argv[1:] or parts:
-        parts[name]()
+    main()

@@ -49,6 +49,7 @@ def write_model(folder: Path, family: str, **changed: Any) -> dict[str, np.ndarr
 def job(folder: Path, out: Path, method: str, *, sym: bool | None = None, **options: Any) -> EngineJob:
     """4 bits, groups of 32, 8 windows of 64 tokens."""
     bits, group_size = options.pop("bits", 4), options.pop("group_size", 32)
+    sym, desc_act = method == "gptq" if sym is None else sym, options.pop("desc_act", False)
     return EngineJob(
         method=method,
         folder=str(folder),
@@ -59,7 +60,7 @@ def job(folder: Path, out: Path, method: str, *, sym: bool | None = None, **opti
         dtype="float32",
         threads=1,
         seed=0,
-        weights=Weights(bits, group_size, method == "gptq" if sym is None else sym),
+        weights=Weights(bits, group_size, sym, desc_act),
         calibration=Samples([(Corpus("mill", "0", False, [TEXT]), 1.0)], 8, 64, 0),
         **options,
     )

@@ -32,6 +32,8 @@ def work(spec: Any, channel: Channel) -> EngineDone:
     continued_after = _continue(Path(job.state)) if job.state is not None else 0
     for file in Path(job.folder).iterdir():
         shutil.copyfile(file, Path(job.out) / file.name)
+    # As safetensors writes it.
+    (Path(job.out) / "model.safetensors").chmod(0o600)
     if length == CRASHES or "KILLED" in os.environ:
         os.kill(os.getpid(), signal.SIGKILL)
     if length == FAILS:

@@ -106,6 +106,9 @@ def test_each_batch_has_a_sample_a_repetition(real: dict[str, list[Outcome]]) ->
         assert len(tpot) == 2
         assert rate == pytest.approx([batch / step for step in tpot])
         assert row.details["batch"] == batch
+        # A tiny model of random weights, whose sums are the same whatever the batch.
+        assert row.measurements["output_identity"].samples == [1.0] * batch
+        assert row.details["new_tokens"] == 32
         # These weights are in the cache.
         assert "tpot_floor" not in row.measurements
 
@@ -115,7 +118,8 @@ def test_few_requests_are_said_to_be_few(real: dict[str, list[Outcome]]) -> None
         (said,) = [notice for notice in row.warnings if notice.code == "few-requests"]
         assert "16 measured requests" in said.message
         assert "85%" in said.message
-        assert "--requests 375" in said.hint
+        # All parts run, and of mixed traffic half are interactive.
+        assert "--requests 750" in said.hint
 
 
 def test_the_child_serves_what_it_is_asked(tiny: ModelFile) -> None:
@@ -154,6 +158,23 @@ def test_prompts_differ_between_requests_and_not_between_runs(tiny: ModelFile) -
         assert len(prompts(0, 300_000)) == 300_000
         assert len({prompts(i, 12).tobytes() for i in range(20)}) > 15
         assert prompts(3, 12).tobytes() == serve._Prompts(backend, 0)(3, 12).tobytes()
+
+
+def test_an_answer_that_another_batch_changes_is_counted(tiny: ModelFile, monkeypatch: pytest.MonkeyPatch) -> None:
+    from quantlab.bench.batching.target import EngineTarget
+
+    plain = EngineTarget.run
+
+    def turning(self: EngineTarget, cell: Cell) -> serve.Run:
+        done = plain(self, cell)
+        assert all(len(record.tokens) == 32 for record in done.records)
+        if cell.max_num_seqs == 3:
+            done.records[1].tokens[-1] += 1
+        return done
+
+    monkeypatch.setattr(EngineTarget, "run", turning)
+    rows = list(run(spec(tiny, parts=["batch"], batch=[1, 3], repeats=1, warmup=0)))
+    assert [row.measurements["output_identity"].samples for row in rows] == [[1.0], [1.0, 0.0, 1.0]]
 
 
 # virtual time
@@ -195,10 +216,13 @@ def test_one_at_a_time_agrees_with_m_g_1(tiny: ModelFile) -> None:
 def test_the_search_ends_between_what_meets_and_what_fails(virtual: dict[str, list[Outcome]]) -> None:
     (answer,) = virtual["answer"]
     d = answer.details
-    judged = {row.details["rate"]: row.details["verdict"] for row in (*virtual["load"], *virtual["sla"])}
-    assert judged[d["highest_rate"]] == "meets"
+    rows = {row.details["rate"]: row.details for row in (*virtual["load"], *virtual["sla"])}
+    assert rows[d["highest_rate"]]["within"]
     assert d["highest_rate"] < d["lowest_failing_rate"]
-    assert all(verdict != "meets" for rate, verdict in judged.items() if rate > d["highest_rate"])
+    assert not any(row["within"] for rate, row in rows.items() if rate > d["highest_rate"])
+    assert rows[d["decided_rate"]]["verdict"] == "meets"
+    assert rows[d["lowest_failing_rate"]]["verdict"] == "fails"
+    assert d["decided_rate"] <= d["highest_rate"]
     assert answer.measurements["goodput"].samples[0] == pytest.approx(d["highest_rate"], rel=0.02)
 
 
@@ -268,6 +292,36 @@ def test_a_trace_and_a_policy_reach_the_engine(tiny: ModelFile, tmp_path: Path) 
     assert sum(row.measurements["rejected"].samples) > 0
     assert max(row.measurements["ttft"].samples) < 0.4
     assert any("Poisson arrivals" in broken for broken in row.details["mm1_broken"])
+
+
+def test_a_fleet_has_the_capacity_of_its_replicas_and_shorter_queues(tiny: ModelFile) -> None:
+    options = {**ROOFLINE, "requests": 800, "utilization": [0.9], "ttft_slo_s": 0.4}
+    found = {n: by_part(list(run(spec(tiny, **options, parts=["load", "mixed"], replicas=n)))) for n in (1, 8)}
+    turns = by_part(list(run(spec(tiny, **options, parts=["load"], replicas=8, router="round-robin"))))
+    mu = {n: rows["capacity"][0].measurements["capacity"].samples[0] for n, rows in found.items()}
+    assert mu[8] == pytest.approx(8 * mu[1])
+    waits = {n: rows["load"][0].details["queue_delay_interval_s"][0] for n, rows in found.items()}
+    # Eight queues of which the shortest is chosen, or in turn, which services of nearly one length like best.
+    assert waits[8] < 0.5 * waits[1]
+    assert turns["load"][0].details["queue_delay_interval_s"][0] < 0.5 * waits[1]
+    for rows in (found[1], found[8], turns):
+        (load,) = rows["load"]
+        assert load.details["requests_finished"] == 800
+        # At 90% of the capacity the fleet serves what comes, in tokens too: four for each request on average.
+        rate = load.measurements["output_throughput"].samples[0]
+        assert rate == pytest.approx(4 * load.details["rate"], rel=0.06)
+    for rows in found.values():
+        first = rows["mixed"][0]
+        assert [row.details["policy"] for row in rows["mixed"]] == ["fcfs", "priority", "preemption", "guarded"]
+        assert first.details["batch_throughput"] == pytest.approx(16 * first.details["rate"] / 2, rel=0.1)
+
+
+def test_a_trace_of_a_few_requests_is_refused(tiny: ModelFile, tmp_path: Path) -> None:
+    path = tmp_path / "t.csv"
+    rows = [f"2023-11-16 18:15:{i:02d}.0,100,20\n" for i in range(9)]
+    path.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n" + "".join(rows))
+    with pytest.raises(UsageError, match="the trace has 9 requests"):
+        list(run(spec(tiny, **ROOFLINE, parts=["load"], trace=str(path))))
 
 
 # lost requests

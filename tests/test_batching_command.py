@@ -7,18 +7,22 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import gguf
+import msgspec
 import pytest
 
 from quantlab.core.artifact import content_sha256
 from quantlab.core.errors import UsageError
 from quantlab.core.model import ModelFile
+from quantlab.core.units import change
 from quantlab.lab.execute import Lab, fingerprint
 from quantlab.lab.recipe import read_recipe, run_recipe
 from quantlab.lab.steps import batching_step
 from quantlab.lab.store import Store
 from quantlab.report.batching import tabulate_batching
+from quantlab.report.batching_compare import tabulate_stored
 from quantlab.report.render import markdown
 from tests.tiny_gguf import write_gguf
 
@@ -100,7 +104,7 @@ def test_the_command_prints_tables_and_json(tiny: ModelFile, tmp_path: Path) -> 
         (["--rate", "fast"], 2, "no number above zero"),
         (["--ttft-slo", "0"], 2, "above zero"),
         (["--ttft-slo", "500"], 2, "seconds or milliseconds"),
-        (["--policy", "prio"], 2, "did you mean `priority`"),
+        (["--policy", "admision"], 2, "did you mean `admission`"),
         (["--trace", "none.csv"], 1, "No such file"),
         (["--model", "x"], 2, "of an endpoint"),
     ],
@@ -121,4 +125,82 @@ def test_tables_tell_every_row_and_render_as_markdown(tiny: ModelFile, tmp_path:
     assert [row[0].text for row in tables[-1].rows] == ["fcfs", "priority", "preemption", "guarded"]
     assert all(len(row) == len(table.heads) for table in tables for row in table.rows)
     assert all(markdown(table).startswith("| ") for table in tables)
+    # A simulation has no answers to compare.
+    assert "same answers" not in [head.title for head in tables[0].heads]
+    assert "32 prompt tokens and 32 new ones" in tables[0].notes[0]
     assert tabulate_batching([r for r in results if r.details["part"] == "capacity"])[0].rows
+
+
+# stored results
+
+
+@pytest.fixture(scope="module")
+def stored(tiny: ModelFile, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Sessions of two models that were asked alike, and one of another spec."""
+    folder = tmp_path_factory.mktemp("stored")
+    larger = folder / "larger.gguf"
+    write_gguf(larger, kind=gguf.GGMLQuantizationType.F32, layers=4)
+    other = ModelFile(str(larger), "larger", str(larger), content_sha256(larger))
+    options: dict[str, Any] = {"simulate": True, "bandwidth": 1e7, "flops": "3e7", "requests": 400, "batch": "1,2"}
+    options |= {"parts": "batch,load,sla", "utilization": "0.5", "ttft_slo": "2s", "tpot_slo": "1s"}
+    lab = Lab(Store(folder / "runs"))
+    for model in (tiny, other):
+        lab.execute(batching_step(model, options))
+    lab.execute(batching_step(tiny, {**options, "seed": 1}))
+    return folder / "runs"
+
+
+def test_stored_sessions_are_shown_again_and_models_beside_one_another(stored: Path) -> None:
+    results = Store(stored).load()
+    tables = tabulate_stored(results[::-1])
+    titles = [table.title.partition(":")[0] for table in tables]
+    assert titles == ["tiny"] * 3 + ["larger"] * 3 + ["tiny"] * 3 + [
+        "batch sizes of several models", "load of several models",
+    ]  # fmt: skip
+    batches, loads = tables[-2:]
+    assert [(row[0].text, row[1].text) for row in batches.rows] == [
+        ("tiny", "1"), ("tiny", "2"), ("larger", "1"), ("larger", "2"),
+    ]  # fmt: skip
+    # Without a spread the ratio is the roofline's own.
+    first = {r.label: r for r in results if r.details["part"] == "batch" and r.details["batch"] == 1}
+    ratio = first["larger"].measurements["tpot"].samples[0] / first["tiny"].measurements["tpot"].samples[0]
+    assert batches.rows[2][2].change == change(ratio)
+    assert "larger" in dict(batches.verdicts)
+    assert loads.rows[1][1].change.startswith("-")
+    assert "-" in loads.rows[0][3].text
+    assert tabulate_stored(results, "larger")[-1].rows[0][0].text == "larger"
+    with pytest.raises(UsageError, match="unknown baseline"):
+        tabulate_stored(results, "none")
+
+
+def test_of_one_step_the_newest_whole_session_is_shown(stored: Path, tiny: ModelFile) -> None:
+    results = [r for r in Store(stored).load() if r.spec["seed"] == 1]
+    later = [msgspec.structs.replace(r, started_at="2999", details={**r.details, "session": "s"}) for r in results]
+    assert len(tabulate_stored(results + later)) == 3
+    # A later one that was ended early does not take its place; alone it is shown.
+    assert [r.details["complete"] for r in later].count(True) == 1
+    cut = [r for r in later if not r.details["complete"]]
+    shown = tabulate_stored(results + cut)
+    assert shown == tabulate_stored(results)
+    assert tabulate_stored(cut)
+
+
+def test_compare_prints_stored_sessions(stored: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "quantlab", "compare", str(stored)]
+    wide = {**os.environ, "COLUMNS": "200"}
+
+    def compare(*arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [*command, *arguments], cwd=tmp_path, capture_output=True, text=True, check=False, env=wide
+        )
+
+    done = compare()
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "batch sizes of several models" in done.stdout
+    done = compare("-o", "out.md")
+    assert (done.returncode, done.stdout) == (0, "")
+    assert (tmp_path / "out.md").read_text().count("## ") == 11
+    for wrong, says in (("--format=csv", "results are curves"), ("--fail-above=tpot=5", "results are curves")):
+        done = compare(wrong)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert says in done.stderr

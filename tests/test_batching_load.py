@@ -31,13 +31,22 @@ def spec(model: ModelFile = FILE, **options: Any) -> BatchingSpec:
         ({"rate": [math.nan]}, "`--rate` nan", "above zero"),
         ({"rate": [math.inf]}, "`--rate` inf", "above zero"),
         ({"rate": []}, "`--rate` names nothing", "at least one"),
+        ({"rate": [1e-9]}, "48 requests at `--rate` 1e-09 per second take more than a day", "--simulate"),
         ({"ttft_slo_s": 0.0}, "`--ttft-slo` 0", "above zero"),
         ({"tpot_slo_s": -1.0}, "`--tpot-slo` -1", "above zero"),
         ({"burstiness": 0.0}, "`--burstiness` 0", "above zero"),
         ({"utilization": [0.5, 80.0]}, "a load of 80 times the capacity", "0.8 for 80%"),
         ({"mixed_utilization": 95.0}, "a load of 95 times the capacity", "shares"),
         ({"utilization": [0.0]}, "`--utilization` 0", "above zero"),
-        ({"policy": "priorty"}, "unknown policy `priorty`", "`priority`"),
+        ({"replicas": 4}, "`--replicas 4` of a real model", "--simulate"),
+        ({"replicas": 0}, "`--replicas` 0", "at least 1"),
+        ({"router": "least"}, "unknown router `least`", "`least-loaded`"),
+        ({"policy": "admision"}, "unknown policy `admision`", "`admission`"),
+        # Requests of one class: there is nothing to put first.
+        ({"policy": "priority"}, "unknown policy `priority`", "`fcfs`"),
+        ({"simulate": True, "prefix_cache_tokens": 64}, "`--prefix-cache-tokens` is of a simulation of a trace", "--trace"),
+        ({"trace": "t", "prefix_cache_tokens": 64}, "`--prefix-cache-tokens` is of a simulation", "--simulate"),
+        ({"simulate": True, "router": "prefix-aware"}, "without a prefix cache", "--prefix-cache-tokens"),
         ({"parts": ["lod"]}, "unknown part `lod`", "`load`"),
         ({"parts": []}, "`--parts` 0", "at least 1"),
         ({"requests": 0}, "`--requests` 0", "at least 1"),
@@ -65,7 +74,7 @@ def test_impossible_specs_are_refused(options: dict[str, Any], says: str, hint: 
     ("options", "says"),
     [
         ({"simulate": True}, "not simulated"),
-        ({"policy": "guarded"}, "schedules by itself|--policy guarded"),
+        ({"policy": "admission"}, "--policy admission` for an endpoint"),
         ({"parts": ["mixed"]}, "needs the model's files"),
     ],
 )
@@ -131,9 +140,15 @@ def test_mixed_traffic_is_the_same_traffic_with_longer_batch_answers() -> None:
     plain = at_rate(lengths(spec(requests=10)), 2.0)
     both = mixed(plain, ttft_slo_s=0.5)
     assert [a.arrival_s for a in both] == [a.arrival_s for a in plain]
-    assert [a.priority for a in both] == ["interactive", "batch"] * 5
-    assert [a.new_tokens // b.new_tokens for a, b in zip(both, plain, strict=True)] == [1, 4] * 5
-    assert [a.ttft_slo_s for a in both] == [0.5, None] * 5
+    assert all({a.priority, b.priority} == {"interactive", "batch"} for a, b in zip(both[::2], both[1::2], strict=True))
+    # Not in turn, and the same at every rate.
+    assert len({a.priority for a in both[::2]}) == 2
+    faster = mixed(at_rate(lengths(spec(requests=10)), 9.0), ttft_slo_s=0.5)
+    assert [a.priority for a in both] == [a.priority for a in faster]
+    for mine, was in zip(both, plain, strict=True):
+        of_batch = mine.priority == "batch"
+        assert mine.new_tokens == (4 if of_batch else 1) * was.new_tokens
+        assert mine.ttft_slo_s == (None if of_batch else 0.5)
 
 
 # traces

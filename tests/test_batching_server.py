@@ -60,12 +60,12 @@ def gathered(outcomes: list[Outcome], spec: BatchingSpec) -> str:
 
 def test_a_server_is_loaded_and_judged() -> None:
     with FakeServer() as server:
-        outcomes = list(run(spec(server, utilization=[0.5], ttft_slo_s=9.0, tpot_slo_s=9.0)))
+        outcomes = list(run(spec(server, rate=[30.0], ttft_slo_s=9.0, tpot_slo_s=9.0)))
         bodies = [body for body in server.bodies() if body["max_tokens"] == 6]
     assert [o.details["part"] for o in outcomes] == ["capacity", "load", "sla", "answer"]
     load = outcomes[1]
     assert load.details["requests_finished"] == 20
-    assert load.details["verdict"] == "meets"
+    assert (load.details["verdict"], load.details["within"]) == ("undecided", True)
     assert load.model.format == "endpoint"
     assert load.runtime is not None
     assert load.runtime.name == "server"
@@ -75,7 +75,8 @@ def test_a_server_is_loaded_and_judged() -> None:
     assert {"may-end-early"} <= {notice.code for notice in load.warnings}
     # Warm-up, capacity, the load, and the rate of the search.
     assert len(bodies) == 1 + 3 * 20
-    assert len({str(body["prompt"]) for body in bodies[1:21]}) == 20
+    # A prefix cache of the server has seen none of them before.
+    assert len({str(body["prompt"]) for body in bodies[1:]}) == 3 * 20
 
 
 def test_rejections_are_counted_and_are_no_error() -> None:
@@ -83,7 +84,7 @@ def test_rejections_are_counted_and_are_no_error() -> None:
         outcomes = list(run(spec(server, parts=["load"])))
     load = outcomes[1].details
     assert load["requests_rejected"] == 5
-    assert (load["requests_lost"], load["verdict"]) == (0, "fails")
+    assert (load["requests_lost"], load["within"]) == (0, False)
     assert sum(outcomes[1].measurements["rejected"].samples) == load["share_unserved"] * 16
 
 
@@ -94,6 +95,84 @@ def test_cut_answers_are_counted_and_every_load_is_finished() -> None:
     assert [o.details["requests_lost"] for o in outcomes] == [2, 2, 2]
     assert message == "6 of 61 requests were lost (6 cut)"
     assert "lost-requests" in {notice.code for notice in outcomes[2].warnings}
+
+
+async def broken(body: dict[str, Any], reply: Reply) -> None:
+    await reply.whole(500, {"error": {"message": "out of memory"}})
+
+
+async def unavailable(body: dict[str, Any], reply: Reply) -> None:
+    await reply.whole(503, "<html>busy</html>", "text/html")
+
+
+async def garbage(body: dict[str, Any], reply: Reply) -> None:
+    await reply.head()
+    await reply.text(" w0")
+    await reply.event("{not json")
+    await reply.end()
+
+
+async def binary(body: dict[str, Any], reply: Reply) -> None:
+    await reply.head()
+    await reply.raw(bytes(range(256)) * 8)
+    await reply.end()
+
+
+async def nothing(body: dict[str, Any], reply: Reply) -> None:
+    await reply.head()
+    await reply.end()
+
+
+async def page(body: dict[str, Any], reply: Reply) -> None:
+    await reply.whole(200, "<html>welcome</html>", "text/html")
+
+
+async def wordless(body: dict[str, Any], reply: Reply) -> None:
+    await reply.head()
+    await reply.event({"choices": [{"index": 0, "text": "", "finish_reason": "stop"}]})
+    await reply.event("[DONE]")
+    await reply.end()
+
+
+@pytest.mark.parametrize(
+    ("script", "counted"),
+    [
+        (broken, "server error"),
+        (unavailable, "server error"),
+        (garbage, "server error"),
+        (binary, "cut"),
+        (nothing, "cut"),
+        (page, "cut"),
+        (wordless, "empty answer"),
+    ],
+)
+def test_whatever_an_answer_is_its_loss_is_counted_by_name(script: Any, counted: str) -> None:
+    outcomes: list[Outcome] = []
+    with FakeServer(every(10, script)) as server:
+        message = gathered(outcomes, spec(server, parts=["load"]))
+    assert message == f"4 of 41 requests were lost (4 {counted})"
+    load = outcomes[1]
+    assert (load.details["requests_lost"], load.details["requests_finished"]) == (2, 18)
+    # A part of an answer is no answer: latencies are those of the finished ones.
+    measured = 16 - round(16 * load.details["share_unserved"])
+    assert len(load.measurements["ttft"].samples) == len(load.measurements["tpot"].samples) == measured
+    assert load.details["late_interval"][0] == load.details["share_unserved"]
+
+
+def test_a_server_that_answers_nothing_more_ends_the_bench() -> None:
+    """Not after each of the loads that are left: with timeouts that would take hours."""
+    outcomes: list[Outcome] = []
+    seen = 0
+
+    async def dying(body: dict[str, Any], reply: Reply) -> None:
+        nonlocal seen
+        seen += 1
+        await (good if seen <= 1 + 20 else nothing)(body, reply)
+
+    with FakeServer(dying) as server:
+        message = gathered(outcomes, spec(server, rate=[100.0, 200.0, 300.0]))
+    assert [o.details["part"] for o in outcomes] == ["capacity", "load"]
+    assert message == "20 of 41 requests were lost (20 cut)"
 
 
 def test_a_server_that_is_killed_ends_the_bench_and_keeps_what_is_finished() -> None:

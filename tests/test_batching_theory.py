@@ -26,7 +26,7 @@ from quantlab.bench.batching.theory import (
 )
 from quantlab.bench.batching.window import Window
 from quantlab.core.errors import QuantlabError
-from quantlab.core.statistics import Interval, batch_means_interval, bootstrap_interval
+from quantlab.core.statistics import Interval, batch_means_interval, bootstrap_interval, share_interval
 from quantlab.engine import RequestRecord
 from quantlab.runtime.step_model import ExponentialSteps, StepModel, StepTime
 from tests.queue_theory import lindley
@@ -118,7 +118,7 @@ def test_the_saturated_server_has_the_mean_and_the_variation_of_its_services() -
 def test_exponential_service_waits_as_m_m_1_says(rho: float) -> None:
     steps = ExponentialSteps(0.1, seed=2)
     run = alone(steps, poisson(rho / 0.1, [1] * 20_000))
-    measured = Window(run).mean(Window(run).samples(lambda r: r.queue_delay_s))
+    measured = batch_means_interval(Window(run).samples(lambda r: r.queue_delay_s))
     predicted = mm1_wait_s(rho, 10.0)
     assert predicted is not None
     assert measured.estimate == pytest.approx(predicted, rel=0.12)
@@ -275,3 +275,11 @@ def test_intervals_of_few_samples_have_no_ends() -> None:
     few = bootstrap_interval([1.0, 2.0, 3.0], 99)
     assert few.high is not None
     assert few.high <= 3.0
+
+
+@pytest.mark.parametrize(("hits", "n"), [(0, 20), (1, 20), (7, 300), (300, 300)])
+def test_limits_of_a_share_are_the_exact_ones(hits: int, n: int) -> None:
+    from scipy.stats import binomtest
+
+    oracle = binomtest(hits, n).proportion_ci(confidence_level=0.9, method="exact")
+    assert share_interval(hits, n) == pytest.approx((hits / n, oracle.low, oracle.high))

@@ -200,3 +200,43 @@ def test_recipe_errors_name_the_place(tmp_path: Path) -> None:
         done = quantlab("run", "r.yaml", cwd=tmp_path)
         assert done.returncode == 2
         assert "is no file name" in done.stderr
+
+
+def test_what_ppl_measured_against_a_parent_is_compared_and_limited(tmp_path: Path) -> None:
+    """The README's sequence: the parent has no run of its own, and yet the change of perplexity is known."""
+    write_gguf(tmp_path / "tiny.gguf")
+    (tmp_path / "text.txt").write_text("the cat sat on a mat in the sun. " * 60, "utf-8")
+    made = quantlab(
+        "quantize", "tiny.gguf", "-m", "gguf", "--type", "Q4_0", "-o", "q4.gguf", "--requantize", cwd=tmp_path
+    )
+    assert made.returncode == 0, made.stderr
+    measure = ("ppl", "q4.gguf", "--against", "tiny.gguf", "--data", "text.txt", "-c", "32", "--limit", "4")
+    done = quantlab(*measure, "--device", "cpu", "-t", "1", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    checked = quantlab("compare", "--json", "--fail-above", "ppl=1000", cwd=tmp_path)
+    assert checked.returncode == 0, checked.stderr
+    parent, child = json.loads(checked.stdout)["rows"]
+    assert (parent["label"], child["label"], child["baseline"]) == ("tiny", "q4", "tiny")
+    own, theirs = child["metrics"]["ppl"], parent["metrics"]["ppl"]
+    assert own["paired"] and own["ratio"]["low"] < own["ratio"]["estimate"] < own["ratio"]["high"]
+    assert own["ratio"]["estimate"] == pytest.approx(own["value"] / theirs["value"])
+    assert child["metrics"]["kld_mean"]["against"]["label"] == "tiny"
+    # Among several models the parent is not measured against itself.
+    both = quantlab(*measure, "tiny.gguf", "--device", "cpu", "-t", "1", "--json", cwd=tmp_path)
+    assert ["kld_mean" in result["measurements"] for result in json.loads(both.stdout)] == [True, False]
+
+
+def test_curves_of_another_version_withhold_no_table(tmp_path: Path) -> None:
+    from quantlab.lab.store import encode
+    from tests.comparison_cases import result
+
+    (tmp_path / "runs").mkdir()
+    stored = [bench("f16", F16, [1.0, 1.0, 1.0]), result("batching", "f16", F16, details={"row": 0})]
+    (tmp_path / "runs" / "all.json").write_text(encode(stored), "utf-8")
+    done = quantlab("compare", "--format", "csv", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[1].startswith("f16,")
+    assert "error: stored Results of batching cannot be shown" in done.stderr
+    (tmp_path / "runs" / "all.json").write_text(encode(stored[1:]), "utf-8")
+    alone = quantlab("compare", cwd=tmp_path)
+    assert (alone.returncode, "cannot be shown" in alone.stderr) == (1, True)

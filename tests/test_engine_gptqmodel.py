@@ -129,7 +129,7 @@ def test_the_config_is_the_parents_and_says_what_was_done(made: Made, name: str)
         job_.method, job_.weights.bits, 32,
     )  # fmt: skip
     if job_.method == "gptq":
-        assert (quantization["sym"], quantization["desc_act"]) == (job_.weights.sym, job_.desc_act)
+        assert (quantization["sym"], quantization["desc_act"]) == (job_.weights.sym, job_.weights.desc_act)
         assert quantization["checkpoint_format"] == "gptq"
         assert set(quantization.get("dynamic", {})) == {
             f"-:^{layer.replace('.', chr(92) + '.')}$" for layer in job_.keep
@@ -201,24 +201,42 @@ class Processor:
         return (module(sample) for sample in x)
 
 
-def test_clipping_is_the_elementwise_search() -> None:
+def test_clipping_is_the_elementwise_search_where_it_helps_the_row() -> None:
     from quantlab.quantize.engines.gptqmodel_awq import best_clip
 
     generator = torch.Generator().manual_seed(0)
-    weight = torch.randn(6, HIDDEN, generator=generator) ** 3
-    features = torch.randn(2, 20, HIDDEN, generator=generator)
-    found = best_clip(Processor(), weight, features)
-    for row in range(6):
-        for group in range(HIDDEN // 32):
-            part = slice(32 * group, 32 * group + 32)
-            w, x = weight[row, part], features.reshape(40, HIDDEN)[:, part]
-            errors = {}
-            for step in range(10):
-                bound = w.abs().max() * (1 - step / 20)
-                rounded = torch.empty(1, 32)
-                Processor()._pseudo_quantize_tensor_into(w.clamp(-bound, bound)[None], rounded)
-                errors[bound] = ((x * rounded).sum(-1) - (x * w).sum(-1)).square().mean()
-            assert found[row, group, 0] == min(errors, key=lambda bound: errors[bound])
+    weight = torch.randn(40, HIDDEN, generator=generator) ** 3
+    # A sum that all groups share: what they clip adds up.
+    features = torch.randn(2, 20, HIDDEN, generator=generator) + torch.randn(2, 20, 1, generator=generator)
+    found, clipped = best_clip(Processor(), weight, features), []
+    x = features.reshape(40, HIDDEN)
+    for row in range(40):
+        bounds = [_least_error_bound(weight[row, part], x[:, part]) for part in GROUPS]
+        largest = [weight[row, part].abs().max() for part in GROUPS]
+        errors = [
+            (x @ (torch.cat([_rounded(weight[row, p], b) for p, b in zip(GROUPS, each, strict=True)]) - weight[row]))
+            .square()
+            .mean()
+            for each in (bounds, largest)
+        ]
+        clipped.append(bool(errors[0] < errors[1]))
+        assert found[row, :, 0].tolist() == [float(bound) for bound in (bounds if clipped[-1] else largest)]
+    assert any(clipped)
+    assert not all(clipped)
+
+
+GROUPS = [slice(start, start + 32) for start in range(0, HIDDEN, 32)]
+
+
+def _rounded(w: Any, bound: Any) -> Any:
+    rounded = torch.empty(1, 32)
+    Processor()._pseudo_quantize_tensor_into(w.clamp(-bound, bound)[None], rounded)
+    return rounded[0]
+
+
+def _least_error_bound(w: Any, x: Any) -> Any:
+    bounds = [w.abs().max() * (1 - step / 20) for step in range(10)]
+    return min(bounds, key=lambda bound: ((x * _rounded(w, bound)).sum(-1) - (x * w).sum(-1)).square().mean())
 
 
 def test_scales_are_searched_from_unchanged_weights() -> None:
@@ -243,9 +261,10 @@ def test_scales_are_searched_from_unchanged_weights() -> None:
 
     assert error == pytest.approx(error_of(scales), rel=1e-4)
     tried = [torch.ones(HIDDEN)]
-    for exponent in range(20):
-        raw = x_mean ** (exponent / 20) / (w_mean ** (1 - exponent / 20) + 1e-4)
-        tried.append(raw / (raw.max() * raw.min()).sqrt())
+    for step in range(10):
+        with_weights = x_mean ** (step / 10) / (w_mean ** (1 - step / 10) + 1e-4)
+        raws = (with_weights, x_mean ** ((step + 1) / 10))
+        tried += [raw / (raw.max() * raw.min()).sqrt() for raw in raws]
     assert error == pytest.approx(min(error_of(each) for each in tried), rel=1e-4)
     assert error < 0.7 * error_of(torch.ones(HIDDEN))
 

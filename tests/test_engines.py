@@ -206,10 +206,35 @@ def test_without_a_network_the_index_is_said_not_to_answer(
     monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")
     monkeypatch.setenv("PIP_RETRIES", "1")
     absent = msgspec.structs.replace(TOY, pins={"toy-engine": "2.0"})
-    with pytest.raises(QuantlabError, match="No matching distribution") as caught:
+    said = "`environment` cannot be installed: the package index that pip uses does not answer: .*Connection refused"
+    with pytest.raises(QuantlabError, match=said) as caught:
         env.add(absent)
-    assert "the package index that pip uses does not answer" in caught.value.hint
-    assert not folder_of_toy(tmp_path).exists()
+    assert caught.value.hint == "check the network, then run again"
+    assert entries(tmp_path) == ["environment.lock"]
+
+
+def entries(tmp_path: Path) -> list[str]:
+    return sorted(path.name for path in (tmp_path / "cache" / "engines").iterdir())
+
+
+def test_a_whole_environment_outlives_a_new_one_that_fails(quick: None, index: Path, tmp_path: Path) -> None:
+    python = env.add(TOY)
+    made = folder_of_toy(tmp_path).stat().st_ino
+    wheel(index, "toy-engine", "1.0", {"toy_engine.py": b"raise OSError('libcuda.so.1 is missing')"})
+    with pytest.raises(QuantlabError, match="does not load in its new environment"):
+        env.add(TOY, force=True)
+    assert env.state(TOY) == env.State("own environment", str(python))
+    assert folder_of_toy(tmp_path).stat().st_ino == made
+    assert entries(tmp_path) == ["environment", "environment.lock"]
+    # What a build leaves that was killed.
+    folder_of_toy(tmp_path).rename(tmp_path / "cache" / "engines" / "environment.before")
+    folder_of_toy(tmp_path).mkdir()
+    assert env.add(TOY) == python
+    assert folder_of_toy(tmp_path).stat().st_ino == made
+    wheel(index, "toy-engine", "1.0", {"toy_engine.py": b""})
+    env.add(TOY, force=True)
+    assert folder_of_toy(tmp_path).stat().st_ino != made
+    assert entries(tmp_path) == ["environment", "environment.lock"]
 
 
 def test_an_engine_that_does_not_load_leaves_nothing(quick: None, index: Path, tmp_path: Path) -> None:
@@ -255,7 +280,8 @@ def test_a_build_that_is_killed_is_never_taken_for_whole(
     assert env.state(TOY).where == "own environment"
 
 
-def test_ctrl_c_ends_a_build_and_leaves_nothing(index: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_what_interrupts_a_build_leaves_nothing(index: Path, tmp_path: Path, number: signal.Signals) -> None:
     folder = tmp_path / "cache" / "engines" / "autoawq"
     here = tmp_path.resolve() / "here"
     here.mkdir()
@@ -269,9 +295,9 @@ def test_ctrl_c_ends_a_build_and_leaves_nothing(index: Path, tmp_path: Path) -> 
     while not (folder / "bin").exists():
         assert time.monotonic() < until
         time.sleep(0.01)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     _, said = process.communicate(timeout=30)
-    assert process.returncode == 130
+    assert process.returncode == 128 + number
     assert said.splitlines()[-1] == "interrupted; nothing of it is kept"
     assert not folder.exists()
     assert_nothing_left(here)

@@ -16,6 +16,7 @@ from quantlab.core.errors import QuantlabError
 from quantlab.core.files import (
     cache_folder,
     check_output,
+    check_output_folder,
     check_space,
     os_error,
     partial_of,
@@ -70,6 +71,44 @@ def test_a_temporary_file_of_a_living_process_stays(tmp_path: Path) -> None:
     other.write_text("in use")
     write_text(tmp_path / "a.txt", "mine")
     assert other.read_text() == "in use"
+
+
+def test_a_folder_that_a_living_process_writes_is_refused(tmp_path: Path) -> None:
+    other = tmp_path / f".a.{os.getppid()}.partial"
+    other.mkdir()
+    with pytest.raises(QuantlabError, match="another quantlab is writing"), written_folder(tmp_path / "a"):
+        pass
+    # The number of a process that is gone, given again: to a later process, or in a container to this one.
+    os.utime(other, (1, 1))
+    mine = tmp_path / f".a.{os.getpid()}.partial"
+    mine.mkdir()
+    (mine / "rest").touch()
+    with written_folder(tmp_path / "a") as temporary:
+        assert list(temporary.iterdir()) == []
+    assert names(tmp_path) == ["a"]
+
+
+@pytest.mark.parametrize("name", ["", "..", "mount", "link"])
+def test_a_folder_that_cannot_be_renamed_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Before any work: at its end the artifact would be lost."""
+    monkeypatch.chdir(tmp_path)
+    for folder in (tmp_path, tmp_path.parent, tmp_path / "mount"):
+        folder.mkdir(exist_ok=True)
+        (folder / "mark").touch()
+    (tmp_path / "link").symlink_to("nowhere")
+    monkeypatch.setattr(os.path, "ismount", lambda path: Path(path).name == "mount")
+    said = "leads nowhere" if name == "link" else "cannot be replaced as a whole"
+    with pytest.raises(QuantlabError, match=said):
+        check_output_folder(Path(name), "mark", force=True)
+
+
+def test_a_file_where_a_folder_belongs_is_not_said_to_be_replaced(tmp_path: Path) -> None:
+    (tmp_path / "a").touch()
+    for force in (False, True):
+        with pytest.raises(QuantlabError, match="is a file"):
+            check_output_folder(tmp_path / "a", "mark", force=force)
+        with pytest.raises(QuantlabError, match="is a folder"):
+            check_output(tmp_path, force=force)
 
 
 def killed(path: Path) -> Path:

@@ -273,6 +273,19 @@ def test_a_long_label_in_any_script_can_be_stored(tiny: Path) -> None:
     assert read_results(path) == [result]
 
 
+def test_a_result_that_cannot_be_stored_is_kept_elsewhere(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk that filled up while it was measured."""
+    result = bench("x", F16, [1.0])
+    (tiny / "spare").mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(tiny / "spare"))
+    (tiny / "full").write_text("no folder")
+    with pytest.raises(QuantlabError, match="full") as caught:
+        Store(tiny / "full").save(result)
+    (spare,) = (tiny / "spare").iterdir()
+    assert f"is kept as `{spare}`: move it to `{tiny / 'full'}`" in caught.value.hint
+    assert read_results(spare) == [result]
+
+
 def test_the_fingerprint_is_of_content_not_of_place(tiny: Path) -> None:
     model = Lab(None).model(str(tiny / "model"))
     moved = tiny / "elsewhere" / "model"

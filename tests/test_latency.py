@@ -17,9 +17,8 @@ import numpy as np
 import psutil
 import pytest
 
-from quantlab.bench import cell, contention, metrics, notices, residency, workloads
+from quantlab.bench import cell, metrics, notices, residency, workloads
 from quantlab.bench.cell import Job, Ready, work
-from quantlab.bench.contention import Contention
 from quantlab.bench.latency import Session, Subject, _warnings, run
 from quantlab.bench.spec import BenchSpec
 from quantlab.core import hardware
@@ -471,56 +470,14 @@ def test_notices_of_settings_and_generations(monkeypatch: pytest.MonkeyPatch, ti
     assert notice.message.startswith("1 of 2 answers ended before 128 tokens (the shortest has 88)")
 
 
-class Clock:
-    """A machine whose times are set by hand."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.wall = self.busy = self.own = 0.0
-        self.processes = {1: ("init", 5.0), 77: ("co\x1bmpiler", 10.0), os.getpid(): ("bench", 0.0)}
-        monkeypatch.setattr(contention.time, "perf_counter", lambda: self.wall)
-        monkeypatch.setattr(contention.time, "process_time", lambda: self.own)
-        monkeypatch.setattr(contention, "machine_busy_s", lambda: self.busy)
-        monkeypatch.setattr(contention, "_process_times", lambda: dict(self.processes))
-
-    def run(self, watched: Contention, wall: float, child: float, own: float, others: float) -> None:
-        watched.begin()
-        self.wall, self.own, self.busy = self.wall + wall, self.own + own, self.busy + child + own + others
-        watched.end(child)
-
-
-def test_only_the_time_of_others_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Clock(monkeypatch)
-    watched = Contention()
-    clock.run(watched, wall=4, child=8, own=0.5, others=0)
-    assert watched.cores() == 0
-    assert watched.notices(2) == []
-    clock.busy += 100  # between repetitions nobody is disturbed
-    clock.processes |= {77: ("co\x1bmpiler", 14.0), os.getpid(): ("bench", 99.0)}
-    clock.run(watched, wall=4, child=4, own=0.1, others=4)
-    assert watched.cores() == pytest.approx(0.5)
-    (notice,) = watched.notices(2)
-    assert notice.code == "busy-machine"
-    assert "0.50 cores" in notice.message
-    assert "compiler" not in notice.message
-    assert r"co\x1bmpiler" in notice.message
-    assert watched.notices(6) == [], "a twelfth of what six threads can take"
-    clock.processes[77] = ("co\x1bmpiler", 10.5)
-    assert "mpiler" not in watched.notices(2)[0].message, "it used an eighth of the others' time"
-
-
-def test_too_short_a_run_is_not_judged(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Clock(monkeypatch)
-    watched = Contention()
-    assert watched.cores() == 0
-    clock.run(watched, wall=0.5, child=0.5, own=0, others=0.5)
-    assert watched.notices(1) == []
-    clock.run(watched, wall=0.6, child=0.6, own=0, others=0.5)
-    assert watched.notices(1)
-
-
-def test_the_machine_is_really_looked_at() -> None:
-    before = contention.machine_busy_s()
-    assert before > 0
-    sum(i * i for i in range(2_000_000))
-    assert contention.machine_busy_s() >= before
-    assert psutil.Process().pid in contention._process_times()
+def test_sequences_beyond_the_training_are_told(tiny: ModelFile) -> None:
+    trained = dataclasses.replace(loaded(1), n_ctx_train=64)
+    # The last token is not fed.
+    assert list(notices.of_lengths(trained, 60, 5)) == []
+    (notice,) = notices.of_lengths(trained, 60, 6)
+    assert notice.message.startswith("sequences of 65 tokens; the model was trained on 64")
+    assert list(notices.of_lengths(dataclasses.replace(trained, n_ctx_train=0), 60, 6)) == []
+    with opened(Path(tiny.path), Capacity(8), threads=1) as backend:
+        n_ctx = backend.describe().n_ctx_train
+    (outcome,) = run(spec(tiny, prompt_tokens=[n_ctx], new_tokens=2, repeats=1))
+    assert "n-ctx-beyond-training" in codes(outcome)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import itertools
 import math
@@ -152,6 +153,15 @@ def test_windows_longer_than_the_training_are_told():
         ("n-ctx-beyond-training", True, True)
     ]
     assert measured(random_table(), protocol="hf", n_ctx=32)[0].warnings == []
+    # A text that is shorter than the protocol's window.
+    backend = BigramBackend(random_table(), n_ctx=400)
+    (notice,) = measure(PplSpec(model=MODEL, protocol="seed"), TEXT, backend, None, silent).warnings
+    assert notice.message.startswith(f"windows of {len(TEXT)} tokens")
+    # A model that does not tell what it was trained on.
+    backend = BigramBackend(random_table())
+    unknown = dataclasses.replace(backend.describe(), n_ctx_train=0)
+    backend.describe = lambda: unknown  # type: ignore[method-assign]
+    assert measure(PplSpec(model=MODEL, protocol="hf", n_ctx=33), TEXT, backend, None, silent).warnings == []
 
 
 def test_against_the_parent():
@@ -171,6 +181,9 @@ def test_against_the_parent():
     alone, _ = measured(parent, protocol="hf", n_ctx=10)
     assert done.details["against_ppl"] == pytest.approx(alone.measurements["ppl"].samples[0])
     assert done.details["against"] == {"label": "parent", "sha256": PARENT.sha256}
+    # Window by window what a run of the parent alone finds.
+    assert got["against_nll"] == pytest.approx(alone.measurements["nll"].samples)
+    assert done.details["against_runtime"]["name"] == "bigram"
 
 
 def test_the_tail_of_the_divergence():
@@ -338,6 +351,8 @@ def test_against_a_quantized_copy(text_file: Path, tmp_path: Path):
     assert outcome.measurements["top1_agreement"].samples == pytest.approx(
         [(p.argmax(1) == q.argmax(1)).mean()], abs=0.004
     )
+    assert [notice.code for notice in outcome.warnings] == ["n-ctx-beyond-training"]
+    assert outcome.details["against_model"]["sha256"] == spec.against.sha256
     assert outcome.details["against_ppl"] == pytest.approx(math.exp(-p[np.arange(599), ids[1:]].mean()), rel=1e-4)
 
 

@@ -88,11 +88,15 @@ def test_unpaired_ratio_by_hand():
     assert [math.log(x) for x in found] == pytest.approx([-2, -2 - 3.89798, -2 + 3.89798], abs=1e-4)
 
 
-def test_one_sample_has_no_interval():
-    assert mean_interval([2.0]) == Interval(2.0, None, None)
-    assert paired_ratio([2.0], [1.0])[1:] == (None, None)
-    assert unpaired_ratio([2.0], [1.0, 1.1])[1:] == (None, None)
-    assert not mean_interval([2.0]).excludes(5.0)
+@pytest.mark.parametrize("few", [[2.0], [2.0, 2.1]])
+def test_few_samples_have_no_interval(few):
+    """Of two the interval would be 12.7 standard errors: of logarithms that spread, numbers of twenty digits."""
+    assert mean_interval(few) == Interval(sum(few) / len(few), None, None)
+    assert geometric_mean_interval(few)[1:] == (None, None)
+    assert paired_ratio(few, [1.0] * len(few))[1:] == (None, None)
+    assert unpaired_ratio(few, [1.0, 1.1, 1.2])[1:] == unpaired_ratio([1.0, 1.1, 1.2], few)[1:] == (None, None)
+    assert not mean_interval(few).excludes(5.0)
+    assert None not in mean_interval([*few, 2.2, 2.3])
 
 
 def test_pairs_are_of_one_length():
@@ -121,7 +125,7 @@ def test_unpaired_ratio_agrees_with_its_inverse(a, b):
     assert_reciprocal(unpaired_ratio(a, b), unpaired_ratio(b, a))
 
 
-@given(st.lists(TIMES, min_size=2, max_size=20), st.floats(1e-3, 1e3))
+@given(st.lists(TIMES, min_size=3, max_size=20), st.floats(1e-3, 1e3))
 def test_ratio_to_a_scaled_copy_is_the_scale(samples, scale):
     estimate, low, high = paired_ratio([scale * x for x in samples], samples)
     assert estimate == pytest.approx(scale, rel=1e-9)
@@ -129,7 +133,7 @@ def test_ratio_to_a_scaled_copy_is_the_scale(samples, scale):
 
 
 def test_equal_samples_leave_no_width():
-    assert unpaired_ratio([2.0, 2.0], [1.0, 1.0]) == pytest.approx((2, 2, 2))
+    assert unpaired_ratio([2.0] * 3, [1.0] * 3) == pytest.approx((2, 2, 2))
 
 
 def test_what_no_float_holds_is_infinite():

@@ -155,6 +155,16 @@ def test_what_an_engine_does_wrong_leaves_nothing(folder: Path, length: int, sai
     assert left(folder) == []
 
 
+def umask() -> int:
+    found = os.umask(0o22)
+    os.umask(found)
+    return found
+
+
+def modes(folder: Path) -> set[int]:
+    return {file.stat().st_mode & 0o777 for file in folder.iterdir()}
+
+
 def test_an_artifact_that_fails_its_check_is_kept_apart(folder: Path) -> None:
     for _ in range(2):
         with pytest.raises(QuantlabError, match="scales are shuffled") as caught:
@@ -164,6 +174,8 @@ def test_an_artifact_that_fails_its_check_is_kept_apart(folder: Path) -> None:
     rejected = folder.parent / "out" / "a.b.rejected"
     assert "shuffled" in (rejected / "REASON.txt").read_text(encoding="utf-8")
     assert not (rejected / "quantlab.json").exists()
+    run(folder)
+    assert modes(rejected) == modes(folder.parent / "out" / "a.b") == {0o666 & ~umask()}
 
 
 def test_an_artifact_that_could_not_be_checked_is_kept_apart(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,13 +183,14 @@ def test_an_artifact_that_could_not_be_checked_is_kept_apart(folder: Path, monke
         raise QuantlabError("out of memory", "use less")
 
     monkeypatch.setattr(torch_method, "_check", fails)
-    with pytest.raises(QuantlabError, match="could not be checked: out of memory") as caught:
+    with pytest.raises(QuantlabError, match="could not be checked and recorded: out of memory") as caught:
         run(folder)
     assert left(folder) == ["a.b.unchecked"]
     assert caught.value.hint == f"use less; it is kept as `{folder.parent / 'out' / 'a.b.unchecked'}`"
     kept = folder.parent / "out" / "a.b.unchecked"
     assert (kept / "REASON.txt").read_text(encoding="utf-8") == "out of memory\n"
     assert (kept / "model.safetensors").is_file()
+    assert modes(kept) == {0o666 & ~umask()}
 
 
 def test_a_path_in_what_quantlab_itself_writes_is_found(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

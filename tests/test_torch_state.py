@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import os
 import re
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import psutil
 import pytest
 
 from quantlab.core.errors import QuantlabError
@@ -20,6 +25,7 @@ from quantlab.quantize import methods, torch_state
 from quantlab.quantize.engines import ENGINES
 from quantlab.quantize.torch_state import Identity
 from tests import fake_engine
+from tests.conftest import ROOT
 from tests.test_torch_method import FAKE, left, patch, run, spec_of, write_model
 
 RESUMES = msgspec.structs.replace(FAKE, resumes=True)
@@ -39,8 +45,8 @@ def interrupted(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         patched.setenv("KILLED", "1")
         with pytest.raises(QuantlabError, match="SIGKILL") as caught:
             run(folder)
-    assert "kept in" in caught.value.hint
-    assert "a.b.partial" in caught.value.hint
+    kept = f"the finished layers are kept in `{folder.parent / 'out' / 'a.b.partial'}`: the same command"
+    assert caught.value.hint.endswith(f"; {kept} continues there, with `--force` it begins again")
     assert left(folder) == ["a.b.partial"]
     return folder.parent / "out" / "a.b.partial"
 
@@ -68,6 +74,56 @@ def test_the_same_quantization_continues_and_says_so(folder: Path, monkeypatch: 
     assert "continued" not in codes(whole)
     assert "duration" in whole.measurements
     assert left(folder) == ["a.b", "whole"]
+
+
+_CLI = """\
+import sys
+sys.path.insert(0, sys.argv.pop(1))
+import pytest
+from quantlab.cli.app import main
+from quantlab.quantize.engines import ENGINES
+from tests.test_torch_state import RESUMES, patch
+patch(pytest.MonkeyPatch())
+ENGINES["gptqmodel"] = RESUMES
+main()
+"""
+
+
+_AGAIN = "with `--force` it begins again"
+
+
+@pytest.mark.parametrize(
+    ("number", "force", "there", "how"),
+    [
+        (signal.SIGINT, False, False, f" continues there, {_AGAIN}"),
+        (signal.SIGTERM, True, False, f" without `--force` continues there, {_AGAIN}"),
+        (signal.SIGHUP, True, True, f" without `--force` continues there once `out/a.b` is moved away, {_AGAIN}"),
+    ],
+)
+def test_what_interrupts_says_how_to_go_on(
+    folder: Path, number: signal.Signals, *, force: bool, there: bool, how: str
+) -> None:
+    command = [sys.executable, "-c", _CLI, str(ROOT), "quantize", str(folder), "--method", "gptq", "--group-size", "32"]
+    command += ["--calib", "builtin_en", "--calib-length", str(fake_engine.HANGS), "--out", "out/a.b", "--offline"]
+    if there:
+        run(folder)
+    before = {each: signal.signal(each, signal.SIG_DFL) for each in (signal.SIGINT, signal.SIGHUP)}
+    process = subprocess.Popen([*command, *(["--force"] if force else [])], stderr=subprocess.PIPE, text=True)
+    for each, handler in before.items():
+        signal.signal(each, handler)
+    while not (folder.parent / "out" / "a.b.partial" / "finished.json").exists():
+        assert process.poll() is None
+        time.sleep(0.02)
+    children = psutil.Process(process.pid).children(recursive=True)
+    # `timeout` sends it twice.
+    process.send_signal(number)
+    process.send_signal(number)
+    _, said = process.communicate()
+    assert process.returncode == 128 + number
+    assert children
+    assert psutil.wait_procs(children, timeout=10)[1] == []
+    assert said.splitlines()[-1] == f"the finished layers are kept in `out/a.b.partial`: the same command{how}"
+    assert left(folder) == (["a.b", "a.b.partial"] if there else ["a.b.partial"])
 
 
 def other_model(folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import os
 import resource
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
 
 from quantlab.core.errors import QuantlabError
 from quantlab.runtime import worker as module
 from quantlab.runtime.worker import Channel, Worker, run_in_child
+from tests.full_disk import limited_files
 
 HERE = "tests.test_worker"
 ROOT = Path(__file__).resolve().parents[1]
@@ -215,3 +219,33 @@ def test_torch_without_memory_says_so() -> None:
     pytest.importorskip("torch")
     with pytest.raises(QuantlabError, match=r"^out of memory: .*you tried to allocate"):
         run_in_child(f"{HERE}:allocate_in_torch", None)
+
+
+def fill(spec: str, channel: Channel) -> None:
+    if spec == "write":
+        with (Path(tempfile.gettempdir()) / "quantlab-full").open("wb") as file:
+            Path(file.name).unlink()
+            file.write(bytes(1 << 20))
+    from safetensors.numpy import save_file
+
+    save_file({"a": np.zeros(1 << 18, np.float32)}, Path(tempfile.gettempdir()) / "quantlab-full.safetensors")
+
+
+@pytest.mark.parametrize("spec", ["write", "safetensors"])
+def test_a_full_disk_is_told_as_one(spec: str) -> None:
+    with limited_files(1 << 16), pytest.raises(QuantlabError, match=r"out of room on a disk: .*too large") as caught:
+        run_in_child(f"{HERE}:fill", spec)
+    assert caught.value.hint.startswith("free some room")
+
+
+@pytest.mark.parametrize("errno_", [errno.ENOSPC, errno.EDQUOT])
+def test_what_says_that_a_disk_is_full(errno_: int) -> None:
+    assert module.out_of_room(OSError(errno_, os.strerror(errno_)))
+    assert module.out_of_room(Exception(f"I/O error: {os.strerror(errno_)} (os error {errno_})"))
+    assert not module.out_of_room(OSError(errno.ENOENT, "No such file"))
+
+
+def test_an_interpreter_that_lacks_what_the_work_imports_is_told() -> None:
+    with pytest.raises(QuantlabError, match=r"cannot run `tests\.nothing_here`: No module named") as caught:
+        run_in_child("tests.nothing_here:work", None)
+    assert "quantlab engines" in caught.value.hint

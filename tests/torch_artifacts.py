@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
 from collections.abc import Iterable
@@ -39,14 +40,14 @@ def dequantized(found: np.ndarray, scales: np.ndarray, zeros: np.ndarray) -> np.
 
 
 def pack(values: np.ndarray, bits: int, axis: int, order: Iterable[int] | None = None) -> np.ndarray:
-    """Neighbours along `axis` in one int32, the first in its lowest bits."""
-    n = 32 // bits
+    """Neighbours along `axis` in int32, the first in the lowest bits; 3 bits cross the borders of words."""
+    n = 32 // math.gcd(bits, 32)
     rows = np.moveaxis(values.astype(np.uint32), axis, 0)
     rows = np.pad(rows, [(0, -len(rows) % n), (0, 0)]).reshape(-1, n, rows.shape[1])
-    packed = np.zeros((len(rows), rows.shape[2]), np.uint32)
-    for i, place in enumerate(order or range(n)):
-        packed |= rows[:, place] << np.uint32(bits * i)
-    return np.ascontiguousarray(np.moveaxis(packed, 0, axis)).view(np.int32)
+    rows = rows[:, list(order or range(n))].reshape(-1, 1, rows.shape[2])
+    stream = rows >> np.arange(bits, dtype=np.uint32)[:, None] & 1
+    words = stream.reshape(-1, 32, rows.shape[2]) << np.arange(32, dtype=np.uint32)[:, None]
+    return np.ascontiguousarray(np.moveaxis(words.sum(1, dtype=np.uint32), 0, axis)).view(np.int32)
 
 
 def packed_linear(form: str, weight: np.ndarray, bits: int, group: int, sym: bool) -> dict[str, np.ndarray]:

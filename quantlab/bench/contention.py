@@ -66,7 +66,7 @@ class Contention:
         spent, name = used[pid]
         if spent < _STANDS_OUT * self._others_s:
             return ""
-        return f", most of all `{printable(name)}` (process {pid})"
+        return f", most of all `{printable(name)}`"
 
 
 def machine_busy_s() -> float:

@@ -186,6 +186,7 @@ def _warnings(subject: Subject, session: Session, found: dict[str, Measurement],
     alone = len(session.indices) < len(session.spec.models)
     return [
         *notices.of_settings(session.spec, loaded.runtime.threads),
+        *notices.of_lengths(loaded, subject.ready.prompt_tokens, session.spec.new_tokens),
         *notices.of_generations(subject.repetitions, session.spec),
         *notices.of_loading(loaded, info),
         *notices.of_measurements(found, loaded),

@@ -16,8 +16,8 @@ LARGE_SPREAD = 0.05
 LARGE_OVERHEAD = 0.25
 # What the types of a safetensors file hold where weights are quantized.
 _STORED = {"I32": "packed integers", "U8": "packed integers", "I8": "INT8", "F8_E4M3": "FP8"}
-# With fewer, the 95% interval is wider than what one wants to see.
-FEW_REPEATS = 3
+# With fewer there is no interval.
+FEW_REPEATS = statistics.FEWEST_SAMPLES
 
 
 def of_settings(spec: BenchSpec, threads: int) -> Iterator[Notice]:
@@ -25,7 +25,7 @@ def of_settings(spec: BenchSpec, threads: int) -> Iterator[Notice]:
     if spec.repeats < FEW_REPEATS:
         yield Notice(
             "few-repeats",
-            f"{spec.repeats} repetitions: too few to tell a difference from chance",
+            f"repetitions: {spec.repeats}, too few for an interval, so that no difference can be told from chance",
             f"use `--repeats {FEW_REPEATS}` or more",
         )
     if threads > hardware.usable_cores():
@@ -33,6 +33,19 @@ def of_settings(spec: BenchSpec, threads: int) -> Iterator[Notice]:
             "threads-exceed-cores",
             f"{threads} threads on {hardware.usable_cores()} cores wait for each other",
             f"use `--threads {hardware.usable_cores()}`",
+        )
+
+
+def of_lengths(loaded: Loaded, prompt_tokens: int, new_tokens: int) -> Iterator[Notice]:
+    """Sequences that are longer than those of the training."""
+    # The last token is not fed.
+    n_tokens = prompt_tokens + new_tokens - 1
+    if loaded.beyond_training(n_tokens):
+        yield Notice(
+            "n-ctx-beyond-training",
+            f"sequences of {n_tokens} tokens; the model was trained on {loaded.n_ctx_train}: they can be timed, but "
+            "answers beyond that are not to be trusted",
+            f"use fewer `--prompt-tokens` or `--new-tokens`, at most {loaded.n_ctx_train + 1} together",
         )
 
 

@@ -9,7 +9,19 @@ from pathlib import Path
 
 import typer
 
-from quantlab.cli import batching, bench, compare, doctor, engines, inspect, ppl, quantize, run
+from quantlab.cli import (
+    batching,
+    bench,
+    compare,
+    doctor,
+    engines,
+    inspect,
+    ppl,
+    prefix_cache,
+    quantize,
+    run,
+    speculative,
+)
 from quantlab.cli.console import print_error
 from quantlab.core.errors import QuantlabError
 from quantlab.core.files import os_error
@@ -32,6 +44,8 @@ app.command("inspect")(inspect.inspect)
 app.command("bench")(bench.bench)
 app.command("ppl")(ppl.ppl)
 app.command("batching")(batching.batching)
+app.add_typer(speculative.app, name="speculative")
+app.add_typer(prefix_cache.app, name="prefix-cache")
 app.command("compare")(compare.compare)
 app.command("run")(run.run)
 

@@ -18,9 +18,10 @@ def batching(
     ] = None,
     rate: Annotated[str | None, typer.Option("--rate", help="Arrivals per second: 0.5,1,2.")] = None,
     utilization: Annotated[
-        str, typer.Option("--utilization", help="Loads as shares of the measured capacity, where no rate is given.")
-    ] = "0.5,0.7,0.8,0.9",
-    mixed_utilization: Annotated[float, typer.Option(help="Load of the mixed traffic.")] = 0.95,
+        str | None,
+        typer.Option("--utilization", help="Loads as shares of the measured capacity. [default: 0.5,0.7,0.8,0.9]"),
+    ] = None,
+    mixed_utilization: Annotated[float | None, typer.Option(help="Load of the mixed traffic. [default: 0.95]")] = None,
     requests: Annotated[
         int | None, typer.Option("--requests", help="Of each load. [default: 48, simulated 2000]")
     ] = None,
@@ -30,21 +31,54 @@ def batching(
     length_scale: Annotated[
         float | None, typer.Option(help="Of a trace. [default: to a mean of --prompt-tokens]")
     ] = None,
-    burstiness: Annotated[float, typer.Option(help="1 is Poisson, less is bursty (as vLLM).")] = 1.0,
-    policy: Annotated[str, typer.Option(help="fcfs, admission, priority, preemption or guarded (all three).")] = "fcfs",
-    ttft_slo: Annotated[str, typer.Option("--ttft-slo", help="Limit of TTFT P99: 500ms or 0.5s.")] = "500ms",
-    tpot_slo: Annotated[str, typer.Option("--tpot-slo", help="Limit of the mean TPOT: 50ms.")] = "50ms",
-    ageing: Annotated[str, typer.Option(help="How long a batch request lets interactive ones overtake.")] = "5s",
-    prompt_tokens: Annotated[int, typer.Option("--prompt-tokens", "-p", help="Mean prompt length.")] = 32,
-    new_tokens: Annotated[int, typer.Option("--new-tokens", "-n", help="Mean answer length.")] = 16,
-    random_range_ratio: Annotated[float, typer.Option(help="Lengths are within 1 ± this of their mean.")] = 0.5,
-    batch: Annotated[str, typer.Option("--batch", "-b", help="Batch sizes of the first part.")] = "1,2,4,8,16",
-    repeats: Annotated[int, typer.Option("--repeats", "-r", help="Repetitions of each batch size.")] = 3,
-    warmup: Annotated[int, typer.Option("--warmup", help="Repetitions before them, discarded.")] = 1,
-    max_num_seqs: Annotated[int, typer.Option(help="Sequences in a step.")] = 8,
-    max_num_batched_tokens: Annotated[int, typer.Option(help="Tokens in a step; prompts are cut to it.")] = 128,
+    burstiness: Annotated[
+        float | None, typer.Option(help="1 is Poisson, less is bursty (as vLLM). [default: 1]")
+    ] = None,
+    policy: Annotated[
+        str | None,
+        typer.Option(
+            help="Of load and sla: fcfs, or admission, which rejects what would miss --ttft-slo. [default: fcfs]"
+        ),
+    ] = None,
+    ttft_slo: Annotated[
+        str | None, typer.Option("--ttft-slo", help="Limit of TTFT P99: 500ms or 0.5s. [default: 500ms]")
+    ] = None,
+    tpot_slo: Annotated[str | None, typer.Option("--tpot-slo", help="Limit of the mean TPOT. [default: 50ms]")] = None,
+    ageing: Annotated[
+        str | None, typer.Option(help="How long a batch request lets interactive ones overtake. [default: 5s]")
+    ] = None,
+    prompt_tokens: Annotated[
+        int | None, typer.Option("--prompt-tokens", "-p", help="Mean prompt length. [default: 32]")
+    ] = None,
+    new_tokens: Annotated[
+        int | None,
+        typer.Option("--new-tokens", "-n", help="Mean answer length; the part batch has 32 at least. [default: 16]"),
+    ] = None,
+    random_range_ratio: Annotated[
+        float | None, typer.Option(help="Lengths are within 1 ± this of their mean. [default: 0.5]")
+    ] = None,
+    batch: Annotated[
+        str | None, typer.Option("--batch", "-b", help="Batch sizes of the part batch. [default: 1,2,4,8,16]")
+    ] = None,
+    repeats: Annotated[
+        int | None, typer.Option("--repeats", "-r", help="Repetitions of each batch size. [default: 3]")
+    ] = None,
+    warmup: Annotated[
+        int | None, typer.Option("--warmup", help="Repetitions before them, discarded. [default: 1]")
+    ] = None,
+    max_num_seqs: Annotated[int | None, typer.Option(help="Sequences in a step. [default: 8]")] = None,
+    max_num_batched_tokens: Annotated[
+        int | None, typer.Option(help="Tokens in a step; prompts are cut to it. [default: 128]")
+    ] = None,
     kv_budget_tokens: Annotated[int | None, typer.Option(help="Tokens in the KV cache. [default: no limit]")] = None,
     simulate: Annotated[bool, typer.Option("--simulate", help="In virtual time, with fitted step times.")] = False,
+    replicas: Annotated[int | None, typer.Option(help="Engines of a simulated fleet. [default: 1]")] = None,
+    router: Annotated[
+        str | None, typer.Option(help="Of a fleet: least-loaded, round-robin, prefix-aware. [default: least-loaded]")
+    ] = None,
+    prefix_cache_tokens: Annotated[
+        int | None, typer.Option(help="Prefix cache of each simulated engine, with a --trace that has hash_ids.")
+    ] = None,
     bandwidth: Annotated[float | None, typer.Option(help="Bytes/s of a device to simulate, with --flops.")] = None,
     flops: Annotated[float | None, typer.Option(help="FLOP/s of a device to simulate.")] = None,
     runtime: opt.Runtime = "auto",
@@ -66,7 +100,8 @@ def batching(
         "ttft_slo": ttft_slo, "tpot_slo": tpot_slo, "ageing": ageing, "prompt_tokens": prompt_tokens,
         "new_tokens": new_tokens, "random_range_ratio": random_range_ratio, "batch": batch, "repeats": repeats,
         "warmup": warmup, "max_num_seqs": max_num_seqs, "max_num_batched_tokens": max_num_batched_tokens,
-        "kv_budget_tokens": kv_budget_tokens, "simulate": simulate, "bandwidth": bandwidth,
+        "kv_budget_tokens": kv_budget_tokens, "simulate": simulate, "replicas": replicas, "router": router,
+        "prefix_cache_tokens": prefix_cache_tokens, "bandwidth": bandwidth,
         "flops": flops, "runtime": runtime, "device": device, "dtype": dtype, "threads": threads, "seed": seed,
         "rate": rate, "parts": parts,
     }  # fmt: skip

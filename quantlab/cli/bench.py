@@ -12,7 +12,9 @@ from quantlab.cli.show import show_results
 
 def bench(
     models: Annotated[list[str], typer.Argument(metavar="MODEL...", help="Models; several run interleaved.")],
-    prompt_tokens: Annotated[str, typer.Option("--prompt-tokens", "-p", help="Prompt lengths: 128,512.")] = "",
+    prompt_tokens: Annotated[
+        str, typer.Option("--prompt-tokens", "-p", help="Prompt lengths: 128,512. [default: 512, or all of --prompt]")
+    ] = "",
     new_tokens: Annotated[int, typer.Option("--new-tokens", "-n", min=1, help="Tokens to generate.")] = 128,
     batch: Annotated[str, typer.Option("--batch", "-b", help="Sequences at once: 1,4.")] = "1",
     repeats: Annotated[int, typer.Option("--repeats", "-r", min=1, help="Measured repetitions.")] = 5,

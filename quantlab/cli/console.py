@@ -40,11 +40,10 @@ def print_error(error: QuantlabError) -> None:
 
 def print_notices(notices: Sequence[tuple[str, Notice]]) -> None:
     """Print warnings, each once, with the labels it was given for."""
-    labels: dict[Notice, list[str]] = {}
-    for label, notice in notices:
-        labels.setdefault(notice, []).append(label)
-    for notice, of in labels.items():
-        warn(f"warning ({', '.join(dict.fromkeys(of))}): {notice.message}")
+    from quantlab.core.notices import folded
+
+    for labels, notice in folded(notices):
+        warn(f"warning ({', '.join(labels)}): {notice.message}")
         if notice.hint:
             warn(f"  hint: {notice.hint}")
 

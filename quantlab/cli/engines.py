@@ -7,7 +7,8 @@ from typing import Annotated
 import typer
 
 from quantlab.cli import options as opt
-from quantlab.cli.console import progress_display, say, warn
+from quantlab.cli.console import progress_display, say
+from quantlab.cli.interrupt import ending_in_order
 from quantlab.cli.show import write_out
 
 app = typer.Typer(context_settings={"help_option_names": ["-h", "--help"]}, rich_markup_mode=None)
@@ -55,10 +56,6 @@ def add(
 
     if name not in ENGINES:
         raise unknown_name("engine", name, ENGINES)
-    try:
-        with progress_display() as progress:
-            python = environment.add(ENGINES[name], offline=offline, force=force, progress=progress)
-    except KeyboardInterrupt:
-        warn("interrupted; nothing of it is kept")
-        raise typer.Exit(130) from None
+    with ending_in_order("interrupted; nothing of it is kept"), progress_display() as progress:
+        python = environment.add(ENGINES[name], offline=offline, force=force, progress=progress)
     say(f"{name} runs in {python}")

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from quantlab.cli.console import progress_display, warn
+from quantlab.cli.console import progress_display
+from quantlab.cli.interrupt import ending_in_order
 
 if TYPE_CHECKING:
     from quantlab.lab.execute import Lab
@@ -34,13 +35,10 @@ RESULTS = Path("runs")
 
 @contextmanager
 def laboratory(results: Path, *, no_save: bool, offline: bool) -> Iterator[Lab]:
-    """A Lab whose progress is drawn on stderr; Ctrl-C ends it with exit code 130, as a shell expects."""
+    """A Lab whose progress is drawn on stderr; what is interrupted says that finished results are kept."""
     from quantlab.lab.execute import Lab
     from quantlab.lab.store import Store
 
-    try:
-        with progress_display() as progress:
-            yield Lab(None if no_save else Store(results), offline=offline, progress=progress)
-    except KeyboardInterrupt:
-        warn("interrupted" if no_save else f"interrupted; finished results are kept in {results}")
-        raise typer.Exit(130) from None
+    said = "interrupted" if no_save else f"interrupted; finished results are kept in {results}"
+    with ending_in_order(said), progress_display() as progress:
+        yield Lab(None if no_save else Store(results), offline=offline, progress=progress)

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quantlab.cli.console import print_notices, say, warn
 from quantlab.core import units
-from quantlab.core.errors import unknown_name
+from quantlab.core.errors import UsageError, unknown_name
 from quantlab.core.files import write_text
 
 if TYPE_CHECKING:
     from quantlab.core.result import Result, TensorType
     from quantlab.quantize.spec import Prediction
     from quantlab.report.comparison import Comparison
+    from quantlab.report.table import Table
+
+# What draws curves; the other formats are of one table.
+CURVE_FORMATS = ("table", "md")
 
 
 def show_results(results: list[Result], *, as_json: bool) -> None:
@@ -28,11 +32,14 @@ def show_results(results: list[Result], *, as_json: bool) -> None:
         return
     from quantlab.report.comparison import compare
 
-    curves, others = _apart(results)
+    curves, others = apart(results)
     if others or not curves:
         _print_table(compare(others))
-    _print_curves(curves)
-    # What bench, ppl and batching warned of is in the notes under the table.
+    if curves:
+        from quantlab.report.curves import tabulate_curves
+
+        _print_tables(tabulate_curves(curves))
+    # What bench, ppl and curves warned of is in the notes under the table.
     said = [result for result in others if result.kind not in ("bench", "ppl")]
     print_notices([(result.label, notice) for result in said for notice in result.warnings])
 
@@ -48,18 +55,50 @@ def show_batching(*, as_json: bool) -> Iterator[list[Result]]:
             show_results(done, as_json=as_json)
 
 
-def show_comparison(comparison: Comparison, format_: str, out: Path | None) -> None:
-    """Show a comparison as `table` or in one of report's formats, on stdout or in a file (a table as Markdown)."""
+def show_comparison(comparison: Comparison, format_: str, out: Path | None, curves: Sequence[Table] = ()) -> None:
+    """Show a comparison as `table` or in one of report's formats, on stdout or in a file (a table as Markdown).
+
+    Curves follow it where the format is one for people.
+    """
     from quantlab.report.render import FORMATS
 
     if format_ != "table" and format_ not in FORMATS:
         raise unknown_name("format", format_, ("table", *FORMATS))
-    if out is not None:
-        write_text(out, FORMATS["md" if format_ == "table" else format_](comparison))
-    elif format_ == "table":
+    if format_ == "table" and out is None:
         _print_table(comparison)
+        _print_tables(curves)
+        return
+    form = "md" if format_ == "table" else format_
+    text = FORMATS[form](comparison)
+    if curves and form == "md":
+        text = f"{text}\n{_as_markdown(curves)}"
+    elif curves:
+        warn(f"results of curves are left out: they are shown by the formats {' and '.join(CURVE_FORMATS)}")
+    if out is None:
+        write_out(text)
     else:
-        write_out(FORMATS[format_](comparison))
+        write_text(out, text)
+
+
+def show_curves(curves: Sequence[Table], format_: str, out: Path | None) -> None:
+    """Show curves alone, on stdout or in a file (as Markdown)."""
+    if format_ not in CURVE_FORMATS:
+        raise UsageError(
+            f"these results are curves, and `--format {format_}` has none",
+            f"use {' or '.join(CURVE_FORMATS)}; every number is in the files of the results",
+        )
+    if out is not None:
+        write_text(out, _as_markdown(curves))
+    elif format_ == "md":
+        write_out(_as_markdown(curves))
+    else:
+        _print_tables(curves)
+
+
+def _as_markdown(tables: Sequence[Table]) -> str:
+    from quantlab.report.render import markdown
+
+    return "\n".join(f"## {table.title}\n\n{markdown(table)}" for table in tables)
 
 
 def keep_copies(results: list[Result], stem: Path) -> None:
@@ -67,20 +106,18 @@ def keep_copies(results: list[Result], stem: Path) -> None:
     from quantlab.report.comparison import compare
     from quantlab.report.render import FORMATS
 
-    curves, others = _apart(results)
+    curves, others = apart(results)
     paths = []
     if others:
         comparison = compare(others)
         paths = [stem.with_name(f"{stem.name}.{format_}") for format_ in ("md", "json")]
         for path in paths:
             write_text(path, FORMATS[path.suffix[1:]](comparison))
-    if curves:
-        from quantlab.report.batching import tabulate_batching
-        from quantlab.report.render import markdown
+    for kind in dict.fromkeys(result.kind for result in curves):
+        from quantlab.report.curves import tabulate_curves
 
-        paths.append(stem.with_name(f"{stem.name}-batching.md"))
-        text = "\n".join(f"## {table.title}\n\n{markdown(table)}" for table in tabulate_batching(curves))
-        write_text(paths[-1], text)
+        paths.append(stem.with_name(f"{stem.name}-{kind}.md"))
+        write_text(paths[-1], _as_markdown(tabulate_curves([result for result in curves if result.kind == kind])))
     warn(f"copies: {', '.join(map(str, paths))}")
 
 
@@ -131,21 +168,22 @@ def _say_details(details: dict[str, Any], indent: str = "") -> None:
             say(f"{indent}{name}: {value}")
 
 
-def _apart(results: list[Result]) -> tuple[list[Result], list[Result]]:
+def apart(results: list[Result]) -> tuple[list[Result], list[Result]]:
     """Points of curves, which are not compared, and the others."""
-    curves = [result for result in results if result.kind == "batching"]
-    return curves, [result for result in results if result.kind != "batching"]
+    from quantlab.report.curves import KINDS
+
+    curves = [result for result in results if result.kind in KINDS]
+    return curves, [result for result in results if result.kind not in KINDS]
 
 
-def _print_curves(results: list[Result]) -> None:
+def _print_tables(tables: Sequence[Table]) -> None:
     from rich.console import Console
     from rich.text import Text
 
     from quantlab.cli.tables import render_terminal
-    from quantlab.report.batching import tabulate_batching
 
     console = Console(file=sys.stdout)
-    for table in tabulate_batching(results):
+    for table in tables:
         console.print(Text(table.title, style="bold"))
         render_terminal(table, console)
         console.print()

@@ -52,9 +52,11 @@ _ROOMS: dict[str, tuple[str, str]] = {
     "bench": ("quantlab.bench.latency", "run"),
     "ppl": ("quantlab.evaluate.perplexity", "run"),
     "batching": ("quantlab.bench.batching.bench", "run"),
+    "speculative": ("quantlab.bench.speculative.bench", "run"),
+    "prefix-cache": ("quantlab.bench.prefix_cache.bench", "run"),
 }
 # Their Results are the points of curves, and belong together.
-_OF_CURVES = ("batching",)
+_OF_CURVES = ("batching", "speculative", "prefix-cache")
 
 
 class Lab:
@@ -169,7 +171,7 @@ def _last_complete(results: list[Result]) -> list[Result]:
 def _conditions(kind: Kind, env: Environment) -> tuple[Any, ...]:
     """Machine and software that a Result depends on; speed on more, as the comparison has it."""
     software = (env.cpu, env.gpu, env.packages)
-    return (*software, env.driver, env.os) if kind in ("bench", "batching") else software
+    return (*software, env.driver, env.os) if kind in ("bench", *_OF_CURVES) else software
 
 
 def fingerprint(step: Step) -> str:
@@ -194,8 +196,9 @@ def _identity(value: Any) -> Any:
     if value.get("engine"):
         # It may run in another environment, whose packages are not those of the Result.
         identity["engine"] = ENGINES[value["engine"]].pins | {"engine": value["engine"]}
-    if value.get("trace"):
-        identity["trace"] = sha256_file(Path(value["trace"]))
+    for file in ("trace", "prompts"):
+        if value.get(file):
+            identity[file] = sha256_file(Path(value[file]))
     if value.get("converter"):
         identity["converter"] = sha256_file(Path(value["converter"]))
     return identity

@@ -1,7 +1,7 @@
 """A recipe: models, methods and benches in a YAML file, run step by step, resumed where it stopped.
 
-Keys of an entry are the options of the command of that name (`quantize`, `bench`, `ppl`, `batching`), written with
-underscores.
+Keys of an entry are the options of the command of that name (`quantize`, `bench`, `ppl`, `batching`, `speculative`),
+written with underscores.
 `against` of ppl may name an artifact of the recipe, by its variant (F16, AWQ-W4-g128) or its `out`, any model, or
 `parent`: the model that the artifacts were made from.
 """
@@ -21,7 +21,9 @@ from quantlab.core.files import os_error
 from quantlab.core.model import ModelFile
 from quantlab.core.result import Result
 from quantlab.lab.execute import Lab, Step, fingerprint
+from quantlab.lab.prefix_cache import prefix_cache_step
 from quantlab.lab.runtimes import asked
+from quantlab.lab.speculative import found, speculative_step, stand_in_step
 from quantlab.lab.steps import artifact_file, batching_step, bench_steps, ppl_step, quantize_step
 from quantlab.quantize.methods import check, check_place
 from quantlab.quantize.spec import variant
@@ -43,6 +45,13 @@ class Recipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     bench: list[Options] = []
     ppl: list[Options] = []
     batching: list[Options] = []
+    speculative: list[Options] = []
+    prefix_cache: list[Options] = []
+
+    @property
+    def measures(self) -> list[Options]:
+        """The entries of every command that measures."""
+        return [*self.bench, *self.ppl, *self.batching, *self.speculative, *self.prefix_cache]
 
 
 def read_recipe(path: Path) -> Recipe:
@@ -66,8 +75,8 @@ def read_recipe(path: Path) -> Recipe:
         raise UsageError(f"`{path}`: the name {recipe.name!r} is no file name", "use letters, digits, `-`, `_` and `.`")
     if not recipe.models:
         raise UsageError(f"`{path}` lists no models", "for example `models: [demo]`")
-    if not (recipe.quantize or recipe.bench or recipe.ppl or recipe.batching):
-        raise UsageError(f"`{path}` does nothing", "add `quantize`, `bench`, `ppl` or `batching`")
+    if not (recipe.quantize or recipe.measures):
+        raise UsageError(f"`{path}` does nothing", "add `quantize` or `bench`, say")
     return recipe
 
 
@@ -115,6 +124,10 @@ def _check_options(recipe: Recipe) -> None:
         ppl_step(model, {**options, "against": None})
     for options in recipe.batching:
         batching_step(model, options)
+    for options in recipe.speculative:
+        stand_in_step(options)
+    for options in recipe.prefix_cache:
+        prefix_cache_step(model, options)
 
 
 def _check_outputs(steps: list[Step], lab: Lab) -> None:
@@ -148,7 +161,7 @@ def _check_parents(recipe: Recipe, lab: Lab, quantize: list[Step]) -> None:
 
 def _check_runtimes(recipe: Recipe, steps: list[Step]) -> None:
     """Whether what measures can read the artifacts that the recipe will write."""
-    entries = [*recipe.bench, *recipe.ppl, *recipe.batching]
+    entries = recipe.measures
     files = [step.spec.out for step in steps if step.spec.method == "gguf"]
     folders = [step.spec.out for step in steps if step.spec.method != "gguf"]
     for options in entries:
@@ -167,6 +180,8 @@ def _check_inputs(recipe: Recipe, steps: list[Step], lab: Lab) -> None:
         fingerprint(ppl_step(stand_in, {**_as_offline(options, lab), "against": None}))
     for options in recipe.batching:
         fingerprint(batching_step(stand_in, options))
+    for options in recipe.speculative:
+        fingerprint(stand_in_step(options))
     for step in steps:
         if not _quantized(step, lab):
             fingerprint(step)
@@ -199,3 +214,10 @@ def _measuring_steps(
     for options in recipe.batching:
         for subject in lab.runnables(subjects, options):
             yield batching_step(subject, options), [subject]
+    for options in recipe.prefix_cache:
+        for subject in lab.runnables(subjects, options):
+            yield prefix_cache_step(subject, options), [subject]
+    for options in recipe.speculative:
+        for subject in subjects:
+            target, drafts = found(lab, subject, options)
+            yield speculative_step(target, drafts, options), [target]

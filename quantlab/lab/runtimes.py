@@ -18,7 +18,7 @@ from quantlab.core.model import ModelFile
 from quantlab.core.progress import Progress
 from quantlab.core.result import Notice
 
-RUNTIMES = ("auto", "torch", "llamacpp")
+RUNTIMES = ("auto", "torch", "llamacpp", "server")
 Options = Mapping[str, Any]
 
 
@@ -52,6 +52,8 @@ def asked(options: Options) -> str:
 def check_runtime(model: ModelFile, runtime: str) -> bool:
     """Whether the model runs in torch alone; raises UsageError where `runtime` does not read it."""
     path = Path(model.path)
+    if runtime == "server":
+        raise UsageError(f"`--runtime server` is of an endpoint, `{model.source}` is none", "leave `--runtime` out")
     if not path.is_dir():
         if runtime == "torch":
             raise UsageError(
@@ -68,24 +70,27 @@ def check_runtime(model: ModelFile, runtime: str) -> bool:
     return config is not None
 
 
-def as_gguf(model: ModelFile, *, offline: bool, progress: Progress) -> tuple[ModelFile, list[Notice]]:
-    """A folder as F16 GGUF in the cache, converted once, and what was said of the conversion."""
+def as_gguf(
+    model: ModelFile, *, offline: bool, progress: Progress, kind: str = "F16"
+) -> tuple[ModelFile, list[Notice]]:
+    """A model as GGUF of a type in the cache, converted once, and what was said of the conversion."""
     from quantlab.quantize.methods import run
     from quantlab.quantize.spec import QuantizeSpec
 
     # Another version may convert otherwise.
-    path = cache_folder() / "gguf" / f"{model.sha256[:16]}-{__version__}" / f"{model.label}-F16.gguf"
+    path = cache_folder() / "gguf" / f"{model.sha256[:16]}-{__version__}" / f"{model.label}-{kind}.gguf"
     if (notices := _converted(path)) is None:
         with locked(cache_folder() / "locks" / path.parent.name):
             # Another run may have made it while this one waited.
             if (notices := _converted(path)) is None:
-                spec = QuantizeSpec(model, str(path), type="F16", force=True, offline=offline)
+                spec = QuantizeSpec(
+                    model, str(path), type=kind, force=True, offline=offline, allow_requantize=kind != "F16"
+                )
                 try:
                     notices = run(spec, progress).warnings
                 except QuantlabError as error:
-                    hint = "; or ".join(
-                        [*([error.hint] if error.hint else []), "run the folder itself: `--runtime torch`"]
-                    )
+                    itself = ["run the folder itself: `--runtime torch`"] if Path(model.path).is_dir() else []
+                    hint = "; or ".join([*([error.hint] if error.hint else []), *itself])
                     raise type(error)(error.message, hint) from error
                 write_text(_notices_path(path), msgspec.json.encode(notices).decode() + "\n")
     return msgspec.structs.replace(model, path=str(path), label=path.stem, sha256=content_sha256(path)), notices

@@ -8,6 +8,7 @@ from typing import Any, get_args
 
 import msgspec
 
+from quantlab.bench.batching.heeded import check_heeded
 from quantlab.bench.batching.spec import BatchingSpec, parse_numbers, parse_seconds
 from quantlab.bench.spec import BenchSpec, parse_sizes, prompt_text
 from quantlab.core.artifact import content_sha256
@@ -66,9 +67,12 @@ def batching_step(model: ModelFile, options: Options) -> Step:
     """A batching step. Rates and shares may be comma lists, times texts such as `500ms`."""
     # An option that was not given has the default of the spec.
     options = {name: value for name, value in options.items() if value is not None}
+    # That an endpoint is a server may be said.
+    given = [name for name, value in options.items() if value not in ("auto", "server")]
     for name, parse in (("rate", parse_numbers), ("utilization", parse_numbers), ("batch", parse_sizes)):
-        if isinstance(options.get(name), str):
-            options[name] = parse(options[name], f"--{name}")
+        # A recipe may have a single number.
+        if isinstance(options.get(name), str | int | float):
+            options[name] = parse(str(options[name]), f"--{name}")
     for name in ("ttft_slo", "tpot_slo", "ageing"):
         if name in options:
             options[f"{name}_s"] = parse_seconds(options.pop(name), f"--{name.replace('_', '-')}")
@@ -78,7 +82,9 @@ def batching_step(model: ModelFile, options: Options) -> Step:
             (options[of_spec],) = parse_numbers(str(options.pop(name)), f"--{name}")
     if isinstance(options.get("parts"), str):
         options["parts"] = [part.strip() for part in options["parts"].split(",")]
-    return Step("batching", make_spec(BatchingSpec, {"model": model, **_for_spec(options, [model])}))
+    spec = make_spec(BatchingSpec, {"model": model, **_for_spec(options, [model])})
+    check_heeded(spec, given)
+    return Step("batching", spec)
 
 
 def loadable(lab: Lab, text: str, options: Options) -> ModelFile:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -30,12 +32,24 @@ class Store:
             )
 
     def save(self, result: Result) -> Path:
-        """Write one Result; its name tells time, kind and label."""
+        """Write one Result; its name tells time, kind and label.
+
+        Where that fails, as on a full disk, the Result is kept among temporary files, and QuantlabError says so.
+        """
         # ASCII, because a file name may have 255 bytes.
         label = re.sub(r"[^\w.-]+", "-", result.label, flags=re.ASCII)[:80]
         stamp = re.sub(r"[^\dT]", "", result.started_at[:19])
         path = self.folder / f"{stamp}-{result.kind}-{label}-{result.id[:8]}.json"
-        write_text(path, encode(result))
+        try:
+            write_text(path, encode(result))
+        except QuantlabError as error:
+            spare = Path(tempfile.gettempdir()) / path.name
+            with contextlib.suppress(QuantlabError):
+                write_text(spare, encode(result))
+                error.hint += f"; what was measured is kept as `{spare}`: move it to `{self.folder}`"
+            if result.kind == "quantize":
+                error.hint += "; the artifact itself is written"
+            raise
         return path
 
     def load(self) -> list[Result]:

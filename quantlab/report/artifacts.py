@@ -43,11 +43,19 @@ class Setting(NamedTuple):
         return f"{protocol}, n_ctx {n_ctx}{moved}, {windows} windows, text {text}"
 
 
+class Against(NamedTuple):
+    """The model that a divergence was measured against."""
+
+    label: str
+    sha256: str | None
+
+
 @dataclass
 class Artifact:
     """All that is known of one model content; of several Results of one kind and setting the newest.
 
-    What torch computed in two dtypes is two artifacts. `runtime` is what measured it, its speed where that was
+    What torch computed in two dtypes is two artifacts. `divergence` holds the newest ppl Results that were measured
+    against a parent. `runtime` is what measured it, its speed where that was
     measured; None where nothing was.
     """
 
@@ -57,6 +65,7 @@ class Artifact:
     labels: set[str] = field(default_factory=set)
     bench: dict[Cell, Result] = field(default_factory=dict)
     ppl: dict[Setting, Result] = field(default_factory=dict)
+    divergence: dict[Setting, Result] = field(default_factory=dict)
     quantize: Result | None = None
     runtime: RuntimeInfo | None = None
 
@@ -85,18 +94,18 @@ def join(results: Iterable[Result]) -> list[Artifact]:
 
 def _by_dtype(group: list[Result]) -> list[Artifact]:
     """The artifacts of one content: in general one; one for each dtype where torch computed in several."""
-    dtypes = dict.fromkeys(_torch_dtype(result) for result in group if result.kind in _MEASURING)
+    dtypes = dict.fromkeys(torch_dtype(result) for result in group if result.kind in _MEASURING)
     if len(dtypes) < 2:
         return [_artifact(group)]
     artifacts = []
     for dtype in dtypes:
-        artifact = _artifact([r for r in group if r.kind not in _MEASURING or _torch_dtype(r) == dtype])
+        artifact = _artifact([r for r in group if r.kind not in _MEASURING or torch_dtype(r) == dtype])
         artifact.label += f" {dtype or 'without a dtype'}"
         artifacts.append(artifact)
     return artifacts
 
 
-def _torch_dtype(result: Result) -> str | None:
+def torch_dtype(result: Result) -> str | None:
     """What torch computed in; None for another runtime, where the types of the weights are the content's own."""
     runtime = result.runtime
     return printable(runtime.dtype) if runtime is not None and runtime.name == "torch" else None
@@ -119,6 +128,8 @@ def _artifact(group: list[Result]) -> Artifact:
             artifact.bench[cell_of(result)] = result
         elif result.kind == "ppl":
             artifact.ppl[setting_of(result)] = result
+            if "kld_mean" in result.measurements:
+                artifact.divergence[setting_of(result)] = result
         elif result.kind == "quantize":
             artifact.quantize = result
     return artifact
@@ -134,17 +145,8 @@ def _tell_apart(artifacts: list[Artifact]) -> None:
                 artifact.label += f"@{artifact.sha256[:_HASH_DIGITS]}"
 
 
-def baseline_of(artifacts: list[Artifact], label: str | None) -> Artifact:
-    """The artifact the others are measured against.
-
-    Named by `label`; else the unquantized one (of several the one that most others call their parent); else the first.
-    """
-    if label is None:
-        plain = [artifact for artifact in artifacts if artifact.model.method == "none"]
-        if len(plain) < 2:
-            return (plain or artifacts)[0]
-        parents = [a.model.parent for a in artifacts if a.model.parent]
-        return max(plain, key=lambda a: sum(parent in a.labels or parent == a.model.source for parent in parents))
+def labelled(artifacts: list[Artifact], label: str) -> Artifact:
+    """The artifact that the user calls `label`; UsageError where there is none, or more than one."""
     label = printable(label)
     found = [a for a in artifacts if a.label == label] or [a for a in artifacts if label in a.labels]
     if not found:
@@ -173,6 +175,14 @@ def setting_of(result: Result) -> Setting:
         v if v is None or isinstance(v, int) else printable(str(v)) for v in values
     )
     return Setting(protocol, n_ctx, stride, windows, text[:_HASH_DIGITS] if isinstance(text, str) else text)
+
+
+def against_of(result: Result) -> Against:
+    """What a ppl Result was measured against."""
+    told = result.details.get("against")
+    told = told if isinstance(told, dict) else {}
+    sha256 = told.get("sha256")
+    return Against(printable(str(told.get("label", ""))), printable(sha256) if isinstance(sha256, str) else None)
 
 
 def started(result: Result) -> datetime:

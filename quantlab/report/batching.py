@@ -13,7 +13,7 @@ from quantlab.core.text import printable
 from quantlab.report import batching_entries as show
 from quantlab.report.table import Entry, Head, Table
 
-_WORDS = {"meets": "yes", "fails": "no", "undecided": "not decided"}
+_WORDS = {"meets": "yes", "fails": "no"}
 
 
 def tabulate_batching(results: Sequence[Result]) -> list[Table]:
@@ -41,7 +41,7 @@ def _session(rows: list[Result]) -> list[Table]:
 
 
 def _batch(rows: list[Result]) -> Table:
-    heads = ["batch", "TPOT", "decode tok/s", "doubling gains", "floor share", "binds"]
+    heads = ["batch", "TPOT", "decode tok/s", "doubling gains", "floor share", "binds", "same answers"]
     body = []
     for result in rows:
         details, floor = result.details, result.measurements.get("tpot_floor")
@@ -55,6 +55,7 @@ def _batch(rows: list[Result]) -> Table:
                 Entry("" if gain is None else units.change(1 + gain)),
                 Entry("" if share is None else units.percent(share, digits=2)),
                 Entry(details["binds"] or "?"),
+                Entry(show.identity(result)),
             ]
         )
     last, largest = rows[0].details, rows[-1].details["batch"]
@@ -65,14 +66,20 @@ def _batch(rows: list[Result]) -> Table:
     ]
     if last["compute_binds_from"] is not None:
         said.append(f"compute binds from batch {last['compute_binds_from']} on: a larger one takes as much longer")
-    label = printable(rows[0].label)
-    return _table(rows, "batch size", heads, body, verdicts=[(label, "; ".join(said))])
+    label, spec = printable(rows[0].label), rows[0].spec
+    notes = [f"{spec['prompt_tokens']} prompt tokens and {last['new_tokens']} new ones for each of the batch"]
+    if any(show.identity(result) for result in rows):
+        notes.append(
+            "same answers: greedy answers that are those of the same prompts alone; kernels sum in another order for "
+            "another batch"
+        )
+    return _table(rows, "batch size", heads, body, verdicts=[(label, "; ".join(said))], notes=notes)
 
 
 def _load(rows: list[Result]) -> Table:
     heads = [
         "rate", "load", "utilization", "served at once", "queue delay", "M/M/1", "M/G/1", "TTFT P50", "TTFT P99",
-        "TPOT", "goodput", "rejected", "lost",
+        "TPOT", "goodput", "prompt cached", "rejected", "lost",
     ]  # fmt: skip
     body, verdicts = [], []
     for result in rows:
@@ -86,7 +93,8 @@ def _load(rows: list[Result]) -> Table:
                 show.prediction_entry(d, "mm1"),
                 show.prediction_entry(d, "mg1"),
                 *show.latency_entries(d),
-                Entry(show.goodput(result)),
+                Entry(show.goodput(d)),
+                Entry(units.percent(d["share_cached"], digits=3) if d.get("share_cached") else ""),
                 *show.unserved_entries(d),
             ]
         )
@@ -94,7 +102,8 @@ def _load(rows: list[Result]) -> Table:
             verdicts.append((f"load {d['rho']:.2f}", said))
     queue = "queue delay from arrival to the first step, ± the 95% interval of its mean by batch means; "
     notes = [
-        "load is the rate as a share of the capacity; utilization the share of time with a request in the system; "
+        "load is the rate as a share of the capacity; utilization the share of time with a request in the system"
+        f"{', the mean of the replicas' if rows[0].spec['replicas'] > 1 else ''}; "
         f"{queue if any('queue_delay' in r.measurements for r in rows) else ''}goodput counts requests within both "
         "limits"
     ]
@@ -109,6 +118,14 @@ def _theory(d: dict[str, Any]) -> str:
     within = [words for model, words in (("mm1", "M/M/1"), ("mg1", "M/G/1")) if d.get(f"{model}_holds")]
     said = [f"{' and '.join(within)} within the interval"] if within else []
     beyond = [words for words, assumptions in broken.items() if assumptions]
+    unexplained = [
+        words for model, words in (("mm1", "M/M/1"), ("mg1", "M/G/1"))
+        if d.get(f"{model}_holds") is False and not broken[words]
+    ]  # fmt: skip
+    if unexplained:
+        said.append(
+            f"{' and '.join(unexplained)} beyond it, and no assumption is seen to be broken: one in 20 is by chance"
+        )
     if beyond:
         assumptions = dict.fromkeys(assumption for words in beyond for assumption in broken[words])
         said.append(f"{' and '.join(beyond)} beyond it. Broken: {'; '.join(assumptions)}")
@@ -122,19 +139,16 @@ def _sla(rows: list[Result]) -> Table:
         [
             *show.rate_entries(result),
             *show.latency_entries(result.details),
-            Entry(
-                show.interval(
-                    result.details["goodput_interval"], lambda value, half: f"{units.measured(value, half, 3)}/s"
-                )
-            ),
+            Entry(show.goodput(result.details)),
             *show.unserved_entries(result.details),
-            Entry(_WORDS[result.details["verdict"]]),
+            Entry(_verdict(result.details)),
         ]
         for result in by_rate
     ]
     verdicts = [(printable(r.label), _answer(r.details)) for r in rows if r.details["part"] == "answer"]
     notes = [
-        "a rate meets the limits where the upper ends of both 95% intervals (bootstrap over requests) are within them"
+        "a rate meets the limits where, with 95% confidence, at most one request in a hundred is late (rejected and "
+        "lost ones are) and the mean TPOT is within its limit; not decided: what was seen is within or beyond"
     ]
     return _table(rows, "limits", heads, body, verdicts=verdicts, notes=notes)
 
@@ -144,18 +158,30 @@ def _answer(answer: dict[str, Any]) -> str:
         f"TTFT {answer['ttft_at']} within {units.milliseconds(answer['ttft_slo_s'])} and {answer['tpot_at']} TPOT "
         f"within {units.milliseconds(answer['tpot_slo_s'])}"
     )
-    fails = answer["lowest_failing_rate"]
-    beyond = f"; {fails:.3g} per second fail" if fails else "" if fails is None else "; requests that are alone fail"
-    if answer["capacity_binds"]:
-        beyond = ", as far as capacity goes: the limits do not bind before it"
-    if answer["highest_rate"] is None:
-        return f"none: nothing was seen to meet {limits}{beyond}"
-    if answer["highest_rate"] == 0:
-        return f"no rate was seen to meet {limits}, only requests that are alone{beyond}"
+    highest, decided, fails = (answer[f"{name}_rate"] for name in ("highest", "decided", "lowest_failing"))
+    if highest is None:
+        return f"none: nothing was seen to meet {limits}{_decided(decided, fails)}"
+    if highest == 0:
+        return f"no rate was seen to meet {limits}, only requests that are alone{_decided(decided, fails)}"
+    binds = ", as far as capacity goes: the limits do not bind before it" if answer["capacity_binds"] else ""
     return (
-        f"{answer['highest_rate']:.3g} requests per second meet {limits}{beyond}; goodput there "
-        f"{answer['goodput']:.3g} per second"
+        f"{highest:.3g} requests per second meet {limits} as it was seen{binds}; goodput there "
+        f"{answer['goodput']:.3g} per second{_decided(decided, fails)}"
     )
+
+
+def _decided(meets: float | None, fails: float | None) -> str:
+    """The interval of the answer: what is known at 95% confidence of rates below and above it."""
+    low = "no rate is known to meet them" if not meets else f"{meets:.3g} per second meet them"
+    high = (
+        "none is known to fail" if fails is None else f"{fails:.3g} fail" if fails else "requests that are alone fail"
+    )
+    return f"; with 95% confidence {low}, {high}"
+
+
+def _verdict(d: dict[str, Any]) -> str:
+    seen = "within" if d["within"] else "beyond"
+    return _WORDS.get(d["verdict"], f"not decided ({seen})")
 
 
 def _mixed(rows: list[Result]) -> Table:
@@ -175,7 +201,7 @@ def _mixed(rows: list[Result]) -> Table:
                 Entry(d["policy"]),
                 Entry(f"{d['rho']:.2f}"),
                 *show.latency_entries(d),
-                Entry(_WORDS[d["verdict"]]),
+                Entry(_verdict(d)),
                 rejected,
                 Entry(f"{sum(preempted):.0f}"),
                 Entry(show.number(d["batch_throughput"], 3), "" if result is rows[0] else units.change(cost)),
@@ -186,9 +212,9 @@ def _mixed(rows: list[Result]) -> Table:
         )
         verdicts.append((d["policy"], _held(result)))
     notes = [
-        "TTFT, TPOT and the limits are those of the interactive requests; every second request is a batch request with "
-        "an answer four times as long; batch tok/s is what those get, against fcfs; a batch request waits at most for "
-        "the service times of what comes before it or within the ageing time and goes before it"
+        "TTFT, TPOT and the limits are those of the interactive requests; one of every two requests is a batch request "
+        "with an answer four times as long; batch tok/s is what those get, against fcfs; a batch request waits at most "
+        "for the service times of what comes before it or within the ageing time and goes before it"
     ]
     return _table(rows, "mixed traffic", heads, body, verdicts=verdicts, notes=notes)
 
@@ -197,21 +223,23 @@ def _held(result: Result) -> str:
     """Whether the limits hold, and which does not."""
     d, spec = result.details, result.spec
     parts = []
-    for name, interval, limit in (
-        ("TTFT P99", d["ttft_p99_interval_s"], spec["ttft_slo_s"]),
-        ("TPOT", d["tpot_mean_interval_s"], spec["tpot_slo_s"]),
+    tpot = d["tpot_mean_interval_s"]
+    tpot_sure = bool(tpot) and tpot[2] is not None and (tpot[2] <= spec["tpot_slo_s"] or tpot[1] > spec["tpot_slo_s"])
+    for name, interval, limit, sure in (
+        ("TTFT P99", d["ttft_p99_interval_s"], spec["ttft_slo_s"], d["ttft_verdict"] != "undecided"),
+        ("TPOT", tpot, spec["tpot_slo_s"], tpot_sure),
     ):
         if interval is None:
             continue
-        value, low, high = interval
-        sure = high is not None and (high <= limit or low > limit)
+        value = interval[0]
         verb = "is within" if value <= limit else "is beyond"
         parts.append(
-            f"{name} {units.milliseconds(value)} {verb} {units.milliseconds(limit)}{'' if sure else ' (not sure)'}"
+            f"{name} {units.milliseconds(value)} {verb} {units.milliseconds(limit)}{'' if sure else ' (not decided)'}"
         )
     if d["share_unserved"]:
         parts.append(
-            f"{d['share_unserved']:.0%} of the interactive requests are rejected or lost, and count in neither"
+            f"{units.percent(d['share_unserved'], digits=2)} of the interactive requests are rejected or lost, and "
+            "count in neither"
         )
     return f"at a load of {d['rho']:.2f} " + "; ".join(parts)
 
@@ -251,6 +279,8 @@ def _capacity(rows: list[Result]) -> str | None:
             mu, most = result.measurements["capacity"].samples[0], result.details["max_num_seqs"]
             server = result.model.format == "endpoint"
             told = f"taken to serve {most} at once, `--max-num-seqs`" if server else f"up to {most} sequences at once"
+            if (replicas := result.details.get("replicas", 1)) > 1:
+                told += f" on each of {replicas} replicas, {result.spec['router']}"
             return f"capacity {mu:.3g} requests per second ({told}): all requests at once, until the queue is empty"
     return None
 

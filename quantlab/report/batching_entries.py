@@ -34,9 +34,9 @@ def unserved_entries(d: dict[str, Any]) -> list[Entry]:
     ]
 
 
-def goodput(result: Result) -> str:
-    """Requests per second within the limits."""
-    return f"{result.measurements['goodput'].samples[0]:.3g}/s"
+def goodput(d: dict[str, Any]) -> str:
+    """Requests per second within the limits, with half of its interval; empty for requests that were alone."""
+    return interval(d["goodput_interval"], lambda value, half: f"{units.measured(value, half, 3)}/s")
 
 
 def prediction_entry(d: dict[str, Any], model: str) -> Entry:
@@ -51,6 +51,12 @@ def measured_share(result: Result, name: str) -> str:
     """A measured share in percent."""
     found = result.measurements.get(name)
     return units.percent(found.samples[0], digits=3) if found else ""
+
+
+def identity(result: Result) -> str:
+    """How many answers of a batch are those of the prompts alone; empty where it was not compared."""
+    found = result.measurements.get("output_identity")
+    return f"{sum(found.samples):.0f} of {len(found.samples)}" if found else ""
 
 
 def number(value: float | None, digits: int) -> str:

@@ -10,12 +10,18 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from quantlab.core.errors import QuantlabError
-from quantlab.core.result import Result
+from quantlab.core.notices import folded
+from quantlab.core.result import Notice, Result
 from quantlab.core.text import printable
-from quantlab.report.artifacts import KINDS, Artifact, Cell, baseline_of, join, started
+from quantlab.report.artifacts import KINDS, Artifact, Cell, join, labelled, started
+from quantlab.report.beside import parents_beside
 from quantlab.report.conditions import check_conditions
 from quantlab.report.metrics import BENCH_METRICS, METRICS
+from quantlab.report.parents import baselines, in_groups, named
 from quantlab.report.values import Column, Value, interleaved, model_values, quality_values, same_tokens, speed_values
+
+# More labels than these are not repeated in a note that is of every row.
+_FEW = 3
 
 
 @dataclass(frozen=True)
@@ -23,6 +29,8 @@ class Row:
     """One artifact at one cell of the bench (None where it has no bench)."""
 
     artifact: Artifact
+    # What its changes are against: the artifact itself where it has no other.
+    base: Artifact
     cell: Cell | None
     values: dict[Column, Value]
     # Whether another cell's row has shown the numbers that do not depend on the cell.
@@ -31,44 +39,59 @@ class Row:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Rows, the baseline's first (in each cell); the columns that any row fills; what a reader must know."""
+    """Rows in groups of one origin, the baseline first (in each cell); the columns that any row fills; notes.
+
+    `baseline` is that of the largest group. `unknown`: labels of quantized artifacts whose parent is not here.
+    """
 
     baseline: str
     rows: list[Row]
     columns: list[Column]
     cells: list[Cell]
     notes: list[str]
+    unknown: frozenset[str] = frozenset()
 
 
 def compare(results: Iterable[Result], *, baseline: str | None = None, allow_env_diff: bool = False) -> Comparison:
-    """Compare all artifacts of `results` with the one labelled `baseline` (by default the unquantized one).
+    """Compare each artifact of `results` with its parent, or all with the one labelled `baseline`.
 
     Raises UsageError for an unknown baseline, QuantlabError where there is nothing to compare, or where speeds were
     measured under unlike conditions and `allow_env_diff` is not given.
     """
     usable, notes = _usable(list(results))
-    artifacts = join(usable)
-    base = baseline_of(artifacts, baseline)
-    artifacts = [base, *(artifact for artifact in artifacts if artifact is not base)]
-    notes += check_conditions(artifacts, allow_env_diff=allow_env_diff)
+    artifacts = join([*usable, *parents_beside(usable)])
+    found = named(labelled(artifacts, baseline), artifacts) if baseline is not None else baselines(artifacts)
+    groups = in_groups(artifacts, found.of)
+    artifacts = [artifact for group in groups for artifact in group]
+    notes += check_conditions(groups, allow_env_diff=allow_env_diff)
     cells = list(dict.fromkeys(cell for artifact in artifacts for cell in artifact.bench))
-    rows = [row for artifact in artifacts for row in _rows(artifact, base)]
-    if len(cells) > 1:
-        rows.sort(key=lambda row: cells.index(row.cell) if row.cell else -1)
+    rows = []
+    for group in groups:
+        of_group = [row for artifact in group for row in _rows(artifact, found.of[artifact.label])]
+        if len(cells) > 1:
+            of_group.sort(key=lambda row: _place(row, cells))
+        rows += of_group
     filled = {column: None for row in rows for column in row.values}
     columns = sorted(filled, key=lambda column: METRICS.index(column.metric))
-    notes += [note for row in rows for note in _not_compared(row, base)]
-    notes += [*_not_interleaved(artifacts, base), *_histories(artifacts), *_warnings(artifacts)]
-    return Comparison(base.label, rows, columns, cells, list(dict.fromkeys(notes)))
+    notes += [*found.notes, *_not_compared(rows)]
+    notes += [*_not_interleaved(rows), *_histories(artifacts), *_warnings(artifacts)]
+    return Comparison(groups[0][0].label, rows, columns, cells, list(dict.fromkeys(notes)), found.unknown)
+
+
+def _place(row: Row, cells: list[Cell]) -> int:
+    """Rows of one cell stand together; of those that have none the baseline is first, the others last."""
+    if row.cell is not None:
+        return cells.index(row.cell)
+    return -1 if row.artifact is row.base else len(cells)
 
 
 def _rows(artifact: Artifact, base: Artifact) -> Iterable[Row]:
     model, quality = model_values(artifact.model, base.model), quality_values(artifact, base)
     if not artifact.bench:
-        yield Row(artifact, None, model | quality, repeated=False)
+        yield Row(artifact, base, None, model | quality, repeated=False)
     for i, (cell, result) in enumerate(artifact.bench.items()):
         speed = speed_values(result, base.bench.get(cell))
-        yield Row(artifact, cell, model | speed | quality, repeated=i > 0)
+        yield Row(artifact, base, cell, model | speed | quality, repeated=i > 0)
 
 
 def _usable(results: list[Result]) -> tuple[list[Result], list[str]]:
@@ -85,33 +108,37 @@ def _usable(results: list[Result]) -> tuple[list[Result], list[str]]:
     return usable, [f"failed and left out: {names}"] if names else []
 
 
-def _not_compared(row: Row, base: Artifact) -> Iterable[str]:
-    """Why numbers of a row stand without a change."""
-    name, other = f"`{row.artifact.label}`", f"`{base.label}`"
-    for column, value in row.values.items():
-        metric, setting = column
-        if value.verdict != "not_compared" or not metric.shown:
-            continue
-        if setting and setting not in base.ppl:
-            yield f"PPL of {name} is not compared: {other} has none of this protocol, text and windows ({setting})"
-        elif setting and not same_tokens(row.artifact.ppl[setting], base.ppl[setting]):
-            yield f"PPL of {name} is not compared: its token ids are not known to be those of {other} ({setting})"
-        elif metric in BENCH_METRICS and row.cell not in base.bench:
-            yield f"speed of {name} at {row.cell} is not compared: {other} has no bench of this cell"
-        else:
-            yield f"{metric.title} of {name} is not compared: a sample of it or of {other} is missing or not above 0"
+def _not_compared(rows: list[Row]) -> Iterable[str]:
+    """Why numbers stand without a change, each reason once."""
+    reasons: dict[tuple[str, str], dict[str, None]] = {}
+    for row in rows:
+        base, other = row.base, f"`{row.base.label}`"
+        for (metric, setting), value in row.values.items():
+            if value.verdict != "not_compared" or not metric.shown:
+                continue
+            name = f"`{row.artifact.label}`"
+            if setting and setting not in base.ppl:
+                what, why = "PPL", f"{other} has none of this protocol, text and windows ({setting})"
+            elif setting and not same_tokens(row.artifact.ppl[setting], base.ppl[setting]):
+                what, why = "PPL", f"its token ids are not known to be those of {other} ({setting})"
+            elif metric in BENCH_METRICS and row.cell not in base.bench:
+                what, why = "speed", f"{other} has no bench of this cell"
+                name += f" at {row.cell}"
+            else:
+                what, why = metric.title, f"a sample of it or of {other} is missing or not above 0"
+            reasons.setdefault((what, why), {})[name] = None
+    for (what, why), names in reasons.items():
+        yield f"{what} of {', '.join(names)} is not compared: {why}"
 
 
-def _not_interleaved(artifacts: list[Artifact], base: Artifact) -> Iterable[str]:
-    names = {
-        f"`{artifact.label}`": None
-        for artifact in artifacts
-        for cell, result in artifact.bench.items()
-        if artifact is not base and cell in base.bench and not interleaved(result, base.bench[cell])
-    }
-    if names:
-        listed = ", ".join(names)
-        yield f"not interleaved with `{base.label}`, so the machine's drift is not in the intervals: {listed}"
+def _not_interleaved(rows: list[Row]) -> Iterable[str]:
+    apart: dict[str, dict[str, None]] = {}
+    for row in rows:
+        result, theirs = (a.bench.get(row.cell) if row.cell else None for a in (row.artifact, row.base))
+        if row.artifact is not row.base and result and theirs and not interleaved(result, theirs):
+            apart.setdefault(row.base.label, {})[f"`{row.artifact.label}`"] = None
+    for base, names in apart.items():
+        yield f"not interleaved with `{base}`, so the machine's drift is not in the intervals: {', '.join(names)}"
 
 
 def _histories(artifacts: list[Artifact]) -> Iterable[str]:
@@ -126,11 +153,22 @@ def _histories(artifacts: list[Artifact]) -> Iterable[str]:
 
 def _warnings(artifacts: list[Artifact]) -> Iterable[str]:
     """What bench and ppl warned of when they measured, once, with the labels it was said of."""
-    said: dict[str, list[str]] = {}
+    said = []
     for artifact in artifacts:
-        for result in (*artifact.bench.values(), *artifact.ppl.values()):
-            for warning in result.warnings:
-                text = f"{warning.message}: {warning.hint}" if warning.hint else warning.message
-                said.setdefault(printable(text), []).append(f"`{artifact.label}`")
-    for message, labels in said.items():
-        yield f"warned while measuring {', '.join(dict.fromkeys(labels))}: {message}"
+        of_quality = [
+            *artifact.ppl.values(),
+            *(r for r in artifact.divergence.values() if r not in artifact.ppl.values()),
+        ]
+        for result in (*artifact.bench.values(), *of_quality):
+            said += [(artifact.label, _renamed(notice, result.label, artifact.label)) for notice in result.warnings]
+    everyone = [artifact.label for artifact in artifacts]
+    for labels, notice in folded(said):
+        names = "all" if labels == everyone and len(labels) > _FEW else ", ".join(f"`{label}`" for label in labels)
+        text = f"{notice.message}: {notice.hint}" if notice.hint else notice.message
+        yield f"warned while measuring {names}: {printable(text)}"
+
+
+def _renamed(notice: Notice, label: str, shown: str) -> Notice:
+    """With the label that the table gives the model."""
+    message, hint = (text.replace(f"`{label}`", f"`{shown}`") for text in (notice.message, notice.hint))
+    return Notice(notice.code, message, hint)

@@ -5,7 +5,7 @@ Two runtimes differ by nature, in versions, threads and devices: their speeds ar
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from quantlab.core.errors import QuantlabError
 from quantlab.core.result import Result, RuntimeInfo
@@ -16,31 +16,47 @@ from quantlab.report.artifacts import Artifact, Cell
 _LOAD_DIFFERENCE = 1.0
 
 
-def check_conditions(artifacts: list[Artifact], *, allow_env_diff: bool) -> list[str]:
-    """Notes on the conditions of all bench Results; QuantlabError where they differ without `allow_env_diff`."""
-    cells: dict[Cell, list[tuple[str, Result]]] = {}
-    for artifact in artifacts:
-        for cell, result in artifact.bench.items():
-            cells.setdefault(cell, []).append((artifact.label, result))
-    unlike: dict[str, None] = {}
-    for (label, reference), *others in cells.values():
-        for other, result in others:
-            if differences := _differences(result, reference):
-                unlike[f"`{other}` and `{label}` differ in {'; '.join(differences)}"] = None
+def check_conditions(groups: Sequence[Sequence[Artifact]], *, allow_env_diff: bool) -> list[str]:
+    """Notes on the conditions of all bench Results; `groups` are those whose speeds are compared with one another.
+
+    QuantlabError where conditions differ within a group without `allow_env_diff`.
+    """
+    unlike, apart = _unlike_conditions(groups), _unlike_conditions([[a for group in groups for a in group]])
     if unlike and not allow_env_diff:
-        shown = list(unlike)[:3] + ([f"and {len(unlike) - 3} more"] if len(unlike) > 3 else [])
+        shown = unlike[:3] + ([f"and {len(unlike) - 3} more"] if len(unlike) > 3 else [])
         raise QuantlabError(
             f"speeds measured under unlike conditions are not compared: {'. '.join(shown)}",
             "bench them together, name the Results to compare, or pass `--allow-env-diff`",
         )
     notes = [f"unlike conditions, allowed by `--allow-env-diff`: {difference}" for difference in unlike]
+    if not unlike:
+        notes += [f"unlike conditions of models that are not compared: {difference}" for difference in apart]
+    artifacts = [artifact for group in groups for artifact in group]
     notes += [*_runtimes(artifacts), *_kernels(artifacts)]
-    for runs in cells.values():
+    for runs in _cells(artifacts).values():
         loads = sorted((result.env.load_average, label) for label, result in runs)
         (low, calm), (high, busy) = loads[0], loads[-1]
         if high - low > _LOAD_DIFFERENCE:
             notes.append(f"the machine's load was {low:.1f} while `{calm}` and {high:.1f} while `{busy}` was measured")
     return notes
+
+
+def _cells(artifacts: Iterable[Artifact]) -> dict[Cell, list[tuple[str, Result]]]:
+    cells: dict[Cell, list[tuple[str, Result]]] = {}
+    for artifact in artifacts:
+        for cell, result in artifact.bench.items():
+            cells.setdefault(cell, []).append((artifact.label, result))
+    return cells
+
+
+def _unlike_conditions(groups: Sequence[Sequence[Artifact]]) -> list[str]:
+    found: dict[str, None] = {}
+    for group in groups:
+        for (label, reference), *others in _cells(group).values():
+            for other, result in others:
+                if differences := _differences(result, reference):
+                    found[f"`{other}` and `{label}` differ in {'; '.join(differences)}"] = None
+    return list(found)
 
 
 def _runtimes(artifacts: list[Artifact]) -> list[str]:
@@ -52,17 +68,20 @@ def _runtimes(artifacts: list[Artifact]) -> list[str]:
 
 def _kernels(artifacts: list[Artifact]) -> Iterator[str]:
     """Where the perplexity of an artifact was computed by other kernels than its speed: what that of users rounds."""
+    ways: dict[tuple[str, str], list[str]] = {}
     for artifact in artifacts:
         exact, fast = (
-            sorted({kernel.rpartition(" ")[2] for r in of.values() if r.runtime for kernel in r.runtime.kernels})
+            ", ".join(
+                sorted({printable(k.rpartition(" ")[2]) for r in of.values() if r.runtime for k in r.runtime.kernels})
+            )
             for of in (artifact.ppl, artifact.bench)
         )
         if exact and fast and exact != fast:
-            ways = [", ".join(printable(name) for name in names) for names in (exact, fast)]
-            yield (
-                f"quality of `{artifact.label}` was computed by {ways[0]}, its speed is that of {ways[1]}, which may "
-                "round more"
-            )
+            ways.setdefault((exact, fast), []).append(f"`{artifact.label}`")
+    for (exact, fast), labels in ways.items():
+        yield (
+            f"quality of {', '.join(labels)} was computed by {exact}, the speed is that of {fast}, which may round more"
+        )
 
 
 def _unlike(what: str, measured: dict[str, list[Result]], *, device: bool) -> list[str]:

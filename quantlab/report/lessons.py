@@ -20,7 +20,8 @@ QUALITY_FOOTER = "Perplexity is not downstream quality: models of equal perplexi
 
 def lessons(comparison: Comparison) -> list[str]:
     """Sentences in the order of the rows; the fixed one on perplexity last, where there is a perplexity."""
-    found = [sentence for row in comparison.rows for sentence in _of_row(row, comparison)]
+    found = [*_contents(comparison)]
+    found += [sentence for row in comparison.rows for sentence in _of_row(row, comparison)]
     found += _indistinct_perplexities(comparison)
     if any(column.metric is PPL for column in comparison.columns):
         found.append(QUALITY_FOOTER)
@@ -28,14 +29,12 @@ def lessons(comparison: Comparison) -> list[str]:
 
 
 def _of_row(row: Row, comparison: Comparison) -> Iterable[str]:
-    if not row.repeated and (kind := asked_type(row.artifact)):
-        yield from _content(row.artifact, kind)
     size, tpot = row.values.get(Column(SIZE)), row.values.get(Column(TPOT))
     if size and tpot and size.ratio and tpot.ratio and size.verdict == "better" and tpot.verdict == "worse":
         cell = f" at {row.cell}" if len(comparison.cells) > 1 else ""
         sentence = (
             f"`{row.artifact.label}` is {units.change(size.ratio.estimate).lstrip('-')} smaller than "
-            f"`{comparison.baseline}` and {units.change(tpot.ratio.estimate).lstrip('+')} slower a token{cell}"
+            f"`{row.base.label}` and {units.change(tpot.ratio.estimate).lstrip('+')} slower a token{cell}"
         )
         if share := row.values.get(Column(FLOOR_SHARE)):
             read = units.percent(share.interval.estimate, digits=2)
@@ -55,16 +54,25 @@ def asked_type(artifact: Artifact) -> str | None:
     return named[-1] if named and _MAIN_TYPE.fullmatch(named[-1]) else None
 
 
-def _content(artifact: Artifact, kind: str) -> Iterable[str]:
+def _contents(comparison: Comparison) -> Iterable[str]:
     """Label against content: most weights are stored as another type than the one asked for."""
+    labels: dict[str, list[str]] = {}
+    for row in comparison.rows:
+        if not row.repeated and (kind := asked_type(row.artifact)) and (said := _content(row.artifact, kind)):
+            labels.setdefault(said, []).append(f"`{row.artifact.label}`")
+    for said, of in labels.items():
+        yield f"{', '.join(of)}: {said}"
+
+
+def _content(artifact: Artifact, kind: str) -> str | None:
     types = {name: t.params for name, t in artifact.model.tensor_types.items()}
     total = sum(types.values())
     if not total or types.get(kind, 0) >= total / 2:
-        return
+        return None
     main = max(types, key=lambda name: types[name])
     held, most = (units.percent(types.get(name, 0) / total, digits=2) for name in (kind, main))
-    yield (
-        f"`{artifact.label}`: {held} of the weights are stored as the {kind} that was asked for, {most} as "
+    return (
+        f"{held} of the weights are stored as the {kind} that was asked for, {most} as "
         f"{printable(main)}: {artifact.model.bits_per_weight:.2f} bits per weight in all"
     )
 
@@ -74,9 +82,12 @@ def _indistinct_perplexities(comparison: Comparison) -> Iterable[str]:
         if column.metric is not PPL:
             continue
         rows = [row for row in comparison.rows if not row.repeated and column in row.values]
-        names = [f"`{r.artifact.label}`" for r in rows if r.values[column].verdict == "not_distinguishable"]
-        if names:
+        names: dict[str, list[str]] = {}
+        for row in rows:
+            if row.values[column].verdict == "not_distinguishable":
+                names.setdefault(row.base.label, []).append(f"`{row.artifact.label}`")
+        for base, labels in names.items():
             yield (
-                f"the perplexity of {', '.join(names)} cannot be told from that of `{comparison.baseline}` "
+                f"the perplexity of {', '.join(labels)} cannot be told from that of `{base}` "
                 f"({column.setting}): take more windows, or read KLD and same top (`quantlab ppl --against`)"
             )

@@ -51,16 +51,22 @@ def crossed(comparison: Comparison, limits: Iterable[Limit]) -> list[str]:
 
 
 def _crossed(comparison: Comparison, limit: Limit) -> Iterable[str]:
-    values = [
+    measured = [
         (row, value)
         for row in comparison.rows
         for column, value in row.values.items()
-        if column.metric.name == limit.metric and value.verdict != "baseline"
+        if column.metric.name == limit.metric
     ]
+    values = [(row, value) for row, value in measured if value.verdict != "baseline"]
     if not values:
         raise QuantlabError(
             f"the limit on `{limit.metric}` cannot be checked: no row has it beside the baseline",
             "measure it for the baseline and for the others, or drop the limit",
+        )
+    if orphan := next((row for row, _ in measured if row.artifact.label in comparison.unknown), None):
+        raise QuantlabError(
+            f"the limit on `{limit.metric}` cannot be checked: nothing here is the parent of `{orphan.artifact.label}`",
+            "measure its parent, name a `--baseline`, or name the Results to compare",
         )
     for row, value in values:
         worse = _worse_by(value, row, limit.metric)
@@ -68,7 +74,7 @@ def _crossed(comparison: Comparison, limit: Limit) -> Iterable[str]:
             assert value.ratio is not None
             yield (
                 f"`{row.artifact.label}`{f' at {row.cell}' if len(comparison.cells) > 1 else ''}: {limit.metric} "
-                f"{change(value.ratio.estimate)} against `{comparison.baseline}`, the limit is {limit.percent:g}%"
+                f"{change(value.ratio.estimate)} against `{row.base.label}`, the limit is {limit.percent:g}%"
             )
 
 

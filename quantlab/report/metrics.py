@@ -9,7 +9,7 @@ from quantlab.core import units
 from quantlab.core.result import Better
 from quantlab.core.statistics import Interval
 
-# What a difference from the baseline amounts to. `no_interval`: one repetition has no uncertainty; `not_compared`:
+# What a difference from the baseline amounts to. `no_interval`: few repetitions have no uncertainty; `not_compared`:
 # the two numbers do not measure the same thing, or the baseline has none; `differs`: neither direction is better;
 # `absolute`: the value is a share or a difference already.
 Verdict = Literal[
@@ -54,6 +54,8 @@ BITS = Metric("bits_per_weight", "bits/weight", _bits, ("lower", "higher"))
 MODEL_METRICS = (SIZE, BITS)
 DEVICE_MEMORY = Metric("peak_device_bytes", "peak device memory", units.size, ("smaller", "larger"), shown=False)
 TPOT = Metric("tpot", "TPOT", units.milliseconds, ("faster", "slower"), stated=True)
+# An interval whose ends differ by more is not worth its digits.
+_HOPELESS = 100
 BENCH_METRICS = (
     Metric("peak_process_bytes", "peak memory", units.size, ("smaller", "larger")),
     Metric("ttft", "TTFT", units.milliseconds, ("faster", "slower"), stated=True),
@@ -91,6 +93,11 @@ def verdict_of(metric: Metric, ratio: Interval, better: Better) -> Verdict:
     return "better" if (ratio.estimate < 1) == (better == "lower") else "worse"
 
 
+def is_hopeless(interval: Interval) -> bool:
+    """Whether an interval is so wide that its ends tell no more than that: noise, not a number."""
+    return bool(interval.low is not None and interval.high and interval.high > _HOPELESS * interval.low)
+
+
 def sentence(metric: Metric, ratio: Interval, verdict: Verdict) -> str:
     """The verdict in words: `TPOT 1.31x faster, 95% CI 1.24-1.38`; perplexity in percent, as it moves by few."""
     assert metric.words is not None
@@ -98,15 +105,20 @@ def sentence(metric: Metric, ratio: Interval, verdict: Verdict) -> str:
     word = metric.words[estimate >= 1]
     if metric is PPL:
         amount = f"{units.change(estimate).lstrip('+-')} {word}"
-        interval = f"95% CI {units.change(low)} to {units.change(high)}" if low and high else "no interval"
+        interval = (
+            f"95% CI {units.change(low)} to {units.change(high)}" if low and high else "no interval from so few windows"
+        )
     else:
         if estimate < 1 and verdict != "not_distinguishable":
             estimate, low, high = 1 / estimate, high and 1 / high, low and 1 / low
         digits = units.decimals_for(min(high - low, 2 * abs(low - 1), 2 * abs(high - 1)) / 2 if low and high else None)
         amount = f"{estimate:.{digits}f}x {word}"
-        interval = f"95% CI {low:.{digits}f}-{high:.{digits}f}" if low and high else "no interval from one repetition"
+        interval = (
+            f"95% CI {low:.{digits}f}-{high:.{digits}f}" if low and high else "no interval from so few repetitions"
+        )
     if verdict == "same":
         return f"{metric.title} the same"
     if verdict == "not_distinguishable":
-        return f"{metric.title} not distinguishable, {interval}"
+        wide = f"95% CI wider than {_HOPELESS}x" if is_hopeless(ratio) else interval
+        return f"{metric.title} not distinguishable, {wide}"
     return f"{metric.title} {amount}" if metric in MODEL_METRICS else f"{metric.title} {amount}, {interval}"

@@ -13,9 +13,9 @@ from typing import Any
 import msgspec
 
 from quantlab.core.text import printable
-from quantlab.report.artifacts import Cell, Setting
+from quantlab.report.artifacts import Cell, Setting, against_of
 from quantlab.report.comparison import Comparison, Row
-from quantlab.report.metrics import sentence
+from quantlab.report.metrics import PPL, sentence
 from quantlab.report.table import Entry, Table, column_names, tabulate
 from quantlab.report.values import Column, Value
 
@@ -90,7 +90,10 @@ def html_page(table: Table) -> str:
 
 
 def json_text(comparison: Comparison) -> str:
-    """{"baseline", "rows", "notes"}: raw numbers, ratios, limits, verdict codes; what is no number is null."""
+    """{"baseline", "rows", "notes"}: raw numbers, ratios, limits, verdict codes; what is no number is null.
+
+    The baseline is that of most rows; each row names its own.
+    """
     names = column_names(comparison.columns, lambda metric: metric.name)
     rows = [
         {
@@ -138,7 +141,7 @@ def _identity(row: Row) -> dict[str, Any]:
         for name in ("name", "device", "dtype")
     }
     named = {"label": artifact.label, "sha256": artifact.sha256, "method": printable(artifact.model.method)}
-    return {**named, **ran, **cell}
+    return {**named, "baseline": row.base.label, **ran, **cell}
 
 
 def _plain(row: Row, column: Column, value: Value) -> dict[str, Any]:
@@ -152,6 +155,7 @@ def _plain(row: Row, column: Column, value: Value) -> dict[str, Any]:
         "paired": value.paired,
         "verdict": value.verdict,
         "text": sentence(column.metric, value.ratio, value.verdict) if value.ratio else None,
+        **_against(row, column),
         "setting": {**column.setting._asdict(), **_measured_text(row, column.setting)} if column.setting else None,
     }
 
@@ -161,6 +165,13 @@ def _measured_text(row: Row, setting: Setting) -> dict[str, Any]:
     details = row.artifact.ppl[setting].details
     told = {name: details.get(name) for name in ("scored_tokens", "bos", "text_hash", "token_hash")}
     return {name: printable(value) if isinstance(value, str) else value for name, value in told.items()}
+
+
+def _against(row: Row, column: Column) -> dict[str, Any]:
+    """The model whose distribution a divergence is from; nothing for other metrics."""
+    if column.metric is PPL or column.setting is None:
+        return {}
+    return {"against": against_of(row.artifact.divergence[column.setting])._asdict()}
 
 
 def _md(text: str) -> str:

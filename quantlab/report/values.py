@@ -91,11 +91,15 @@ def speed_values(result: Result, reference: Result | None) -> dict[Column, Value
 
 
 def quality_values(artifact: Artifact, base: Artifact) -> dict[Column, Value]:
-    """Perplexity of each setting against the baseline's same setting and tokens; KLD and agreement as they are."""
+    """Perplexity of each setting against the baseline's same setting and tokens; KLD and agreement as they are.
+
+    A later run without a parent does not take those away.
+    """
     values = {}
     for setting, result in artifact.ppl.items():
         for metric in PPL_METRICS:
-            if not (own := _measurement(result, metric.name)):
+            told = result if metric is PPL else artifact.divergence.get(setting)
+            if not (own := _measurement(told, metric.name)):
                 continue
             if metric is PPL:
                 value = _perplexity(result, base.ppl.get(setting))

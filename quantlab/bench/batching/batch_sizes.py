@@ -11,6 +11,9 @@ The knee is the smallest batch from which on no doubling gains KNEE_GAIN more th
   less)
 - `overhead`: neither; launches and the host's own work
 
+`output_identity` is measured, not assumed: greedy answers are compared with those of the same prompts alone. Kernels
+that sum in another order for another batch may turn a token.
+
 Without a known bandwidth, or with weights that fit in the cache, the time to read is no floor: then what binds is
 `compute`, or is not told. (Williams, S., et al. (2009), Roofline, CACM 52(4).)
 """
@@ -43,12 +46,20 @@ _HALF = 0.5
 _LEAST_NEW_TOKENS = 32
 
 
+# Answers of so many prompts are compared with those of the prompts alone.
+_COMPARED = 8
+
+
 class BatchPoint(NamedTuple):
-    """One batch: seconds a step of each repetition, and the seconds that reading its bytes takes (None: no floor)."""
+    """One batch: seconds a step of each repetition, and the seconds that reading its bytes takes (None: no floor).
+
+    `same`: for each compared prompt whether its answer is that of the prompt alone.
+    """
 
     batch: int
     tpot_s: list[float]
     floor_s: float | None
+    same: list[bool] = []  # noqa: RUF012
 
     @property
     def throughput(self) -> list[float]:
@@ -65,16 +76,38 @@ def measure(spec: BatchingSpec, target: Target, advance: Callable[[str], None]) 
     """Every batch of the spec, smallest first."""
     batches = sorted(set(spec.batch))
     steps: dict[int, list[float]] = {batch: [] for batch in batches}
+    alone = _alone(spec, target, batches[-1], advance) if compares(target) else []
+    same: dict[int, list[bool]] = {}
     for round_ in range(spec.warmup + spec.repeats):
         first = round_ % len(batches)
         for batch in batches[first:] + batches[:first]:
-            asked = [Asked(spec.prompt_tokens, new_tokens(spec), 0.0)] * batch
-            run = target.run(Cell(asked, batch, max(N_BATCH, batch)))
+            run = target.run(_cell(spec, batch, batch))
             if round_ >= spec.warmup:
                 steps[batch].append(decode_step_s(run))
+            same[batch] = [record.tokens == answer for record, answer in zip(run.records, alone, strict=False)]
             advance(f"batch {batch}")
     bytes_per_s = _bandwidth(target.loaded)
-    return [BatchPoint(batch, steps[batch], _floor_s(spec, target.loaded, batch, bytes_per_s)) for batch in batches]
+    return [
+        BatchPoint(batch, steps[batch], _floor_s(spec, target.loaded, batch, bytes_per_s), same[batch])
+        for batch in batches
+    ]
+
+
+def compares(target: Target) -> bool:
+    """Whether the answers are a model's: those of a simulation say nothing."""
+    return target.loaded is not None
+
+
+def _cell(spec: BatchingSpec, requests: int, at_once: int) -> Cell:
+    asked = [Asked(spec.prompt_tokens, new_tokens(spec), 0.0)] * requests
+    return Cell(asked, at_once, max(N_BATCH, at_once), keep_tokens=True)
+
+
+def _alone(spec: BatchingSpec, target: Target, largest: int, advance: Callable[[str], None]) -> list[list[int]]:
+    """The greedy answers of the first prompts, one after the other."""
+    run = target.run(_cell(spec, min(_COMPARED, largest), 1))
+    advance("answers alone")
+    return [record.tokens for record in run.records]
 
 
 def decode_step_s(run: Run) -> float:
@@ -168,17 +201,20 @@ def _interval(samples: list[float]) -> list[float | None]:
     return [estimate, low, high] if len(samples) >= FEW_REPEATS else [estimate, None, None]
 
 
-def row(points: list[BatchPoint], index: int) -> tuple[dict[str, Measurement], dict[str, Any]]:
+def row(spec: BatchingSpec, points: list[BatchPoint], index: int) -> tuple[dict[str, Measurement], dict[str, Any]]:
     """The measurements and details of one batch, with what the whole curve says."""
     point, bound = points[index], binds(points)[index]
     found = {
         "tpot": Measurement("s", "lower", point.tpot_s),
         "decode_throughput": Measurement("tokens/s", "higher", point.throughput),
     }
+    if point.same:
+        found["output_identity"] = Measurement("share", "higher", [float(same) for same in point.same])
     if point.floor_s is not None:
         found["tpot_floor"] = Measurement("s", "lower", [point.floor_s])
     details = {
         "batch": point.batch,
+        "new_tokens": new_tokens(spec),
         "tpot_interval_s": _interval(point.tpot_s),
         "throughput_interval": _interval(point.throughput),
         "gain_of_doubling": gains(points)[index] - 1 if index < len(points) - 1 else None,

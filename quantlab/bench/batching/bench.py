@@ -16,9 +16,10 @@ from typing import Any
 import msgspec
 
 from quantlab.bench.batching import batch_sizes, mixed, notices, open_loop, sla
-from quantlab.bench.batching.load import BATCH_LENGTH, Asked, Lengths, lengths
-from quantlab.bench.batching.serve import Calibrated, Cell, Run
-from quantlab.bench.batching.spec import BatchingSpec
+from quantlab.bench.batching.calibration import calibrate
+from quantlab.bench.batching.load import BATCH_LENGTH, Lengths, lengths
+from quantlab.bench.batching.serve import Cell, Run
+from quantlab.bench.batching.spec import LEAST_REQUESTS, BatchingSpec
 from quantlab.bench.batching.target import (
     SimulatedTarget,
     Target,
@@ -34,8 +35,6 @@ from quantlab.core.errors import UsageError
 from quantlab.core.progress import Progress, silent
 from quantlab.core.result import Measurement, ModelInfo, Notice, Outcome
 
-# Requests of the saturated load that a step model is fitted to, beside batches that decode.
-_CALIBRATION_REQUESTS = 24
 _ALONE_REQUESTS = 20
 Row = tuple[dict[str, Measurement], dict[str, Any]]
 
@@ -60,6 +59,11 @@ def _opened(
     spec: BatchingSpec, drawn: Lengths, info: ModelInfo, stack: contextlib.ExitStack, progress: Progress
 ) -> tuple[Target, list[Notice]]:
     """What serves the loads, and what must be said of it in every row."""
+    if len(drawn.prompt) < LEAST_REQUESTS:
+        raise UsageError(
+            f"the trace has {len(drawn.prompt)} requests: the first and the last tenth are not measured",
+            f"give a trace of {LEAST_REQUESTS} or more",
+        )
     n_ctx, n_seq = needed_context(spec, drawn), needed_sequences(spec)
     longest = longest_request(spec, drawn)
     # The last token is handed out, not fed back.
@@ -100,25 +104,6 @@ def needed_sequences(spec: BatchingSpec) -> int:
     return max(spec.max_num_seqs, *(spec.batch if "batch" in spec.chosen() else [1]))
 
 
-def calibrate(spec: BatchingSpec, drawn: Lengths, engine: Any, progress: Progress) -> Calibrated:
-    """The step model of a short run: every batch up to `max_num_seqs` alone, and a saturated load."""
-    n = _CALIBRATION_REQUESTS
-    few = open_loop.saturate(spec, Lengths(drawn.prompt[:n], drawn.new[:n], drawn.gaps[:n]))
-    # The first load warms up, and its steps are not counted.
-    cells = [msgspec.structs.replace(few, requests=few.requests[:2]), few]
-    cells += [
-        Cell([Asked(spec.prompt_tokens, batch_sizes.new_tokens(spec), 0.0)] * batch, batch, spec.max_num_batched_tokens)
-        for _ in range(spec.repeats)
-        for batch in sorted({2**i for i in range(spec.max_num_seqs.bit_length())} | {spec.max_num_seqs})
-        if batch <= spec.max_num_seqs
-    ]
-    for done, one in enumerate(cells):
-        engine.run(one)
-        progress("fitting the step model", done + 1, len(cells))
-    found: Calibrated = engine.calibrated()
-    return found
-
-
 def _endpoint_info(spec: BatchingSpec) -> ModelInfo:
     return ModelInfo(spec.model.source, "endpoint", "none", 0, 0.0, {})
 
@@ -138,6 +123,7 @@ class _Bench:
     ) -> None:
         self.spec, self.target, self.drawn, self.info = spec, target, drawn, info
         self.sent, self.lost = 0, dict[str, int]()
+        self._silent = False
         self._said, self._progress = said, progress
         self._session, self._rows, self._done = uuid.uuid4().hex[:16], 0, 0
         self._points: list[batch_sizes.BatchPoint] = []
@@ -158,7 +144,7 @@ class _Bench:
         said = list(notices.of_batches(self.spec, self._points))
         for index in range(len(self._points)):
             ends = index == len(self._points) - 1
-            yield self._outcome("batch", batch_sizes.row(self._points, index), said, ends=ends)
+            yield self._outcome("batch", batch_sizes.row(self.spec, self._points, index), said, ends=ends)
 
     def _loads(self, parts: tuple[str, ...]) -> Iterator[Outcome]:
         spec = self.spec
@@ -211,11 +197,12 @@ class _Bench:
             "goodput": Measurement("requests/s", "higher", [highest.goodput.estimate]),
         }  # fmt: skip
         said = notices.of_answer(self.spec, answer, search.judged)
-        yield self._outcome("answer", (found, sla.summary(self.spec, answer)), said, ends=True)
+        yield self._outcome("answer", (found, sla.summary(self.spec, answer, search.judged)), said, ends=True)
 
     def _mixed(self) -> Iterator[Outcome]:
         spec = self.spec
-        run = self._run(mixed.cell(spec, self.drawn, math.inf, "fcfs"), "capacity for mixed traffic")
+        whole = open_loop.alone(mixed.cell(spec, self.drawn, math.inf, "fcfs"))
+        run = self._run(whole, "capacity for mixed traffic")
         mu = open_loop.capacity(spec, run).mu
         for policy in mixed.ROWS:
             run = self._run(mixed.cell(spec, self.drawn, spec.mixed_utilization * mu, policy), f"mixed, {policy}")
@@ -236,13 +223,14 @@ class _Bench:
 
     @property
     def _gone(self) -> bool:
-        """Whether a server does not answer any more."""
-        return "connection error" in self.lost
+        """Whether a server does not answer any more: it cannot be reached, or nothing that was sent came back."""
+        return "connection error" in self.lost or self._silent
 
     def _run(self, cell: Cell, stage: str, *, counts: bool = True) -> Run:
         self._progress(stage, self._done, self._steps)
         run = self.target.run(cell)
         self.sent += len(run.records)
+        self._silent = all(record.status == "failed" for record in run.records)
         for what, n in lost([run]).items():
             self.lost[what] = self.lost.get(what, 0) + n
         if counts:
@@ -257,7 +245,9 @@ class _Bench:
         spec, parts = self.spec, self.spec.chosen()
         return sum(
             (
-                len(set(spec.batch)) * (spec.warmup + spec.repeats) if "batch" in parts else 0,
+                len(set(spec.batch)) * (spec.warmup + spec.repeats) + batch_sizes.compares(self.target)
+                if "batch" in parts
+                else 0,
                 1 + ("batch" not in parts) if {"load", "sla"} & set(parts) else 0,
                 len(spec.rate or spec.utilization) if "load" in parts else 0,
                 sla.steps_at_most() if "sla" in parts else 0,

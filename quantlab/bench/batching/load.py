@@ -17,14 +17,14 @@ import numpy as np
 
 from quantlab.bench.arrivals import arrival_times
 from quantlab.bench.batching.spec import BatchingSpec
-from quantlab.bench.traces import TraceRow, TraceShape, read_trace, summarize
+from quantlab.bench.traces import MOONCAKE_BLOCK_TOKENS, TraceRow, TraceShape, read_trace, summarize
 from quantlab.core.errors import UsageError
 from quantlab.engine import Priority
 
 # A recorded length beyond this many means is cut, where the scale is ours.
 _CUT = 8
-# Every second request of mixed traffic is a batch request, whose answer is longer.
-_BATCH_EVERY, BATCH_LENGTH = 2, 4
+# The answer of a batch request of mixed traffic is longer.
+BATCH_LENGTH = 4
 
 
 class Asked(msgspec.Struct, frozen=True, array_like=True):
@@ -35,15 +35,21 @@ class Asked(msgspec.Struct, frozen=True, array_like=True):
     arrival_s: float
     priority: Priority = "interactive"
     ttft_slo_s: float | None = None
+    prefix: tuple[int, ...] = ()
 
 
 class Lengths(NamedTuple):
-    """Tokens of each request, the gaps before each (mean 1), and how many recorded lengths were cut."""
+    """Tokens of each request, the gaps before each (mean 1), and how many recorded lengths were cut.
+
+    With a prefix cache, of each request one hash for every `block_tokens` of its prompt.
+    """
 
     prompt: list[int]
     new: list[int]
     gaps: list[float]
     cut: int = 0
+    prefixes: list[tuple[int, ...]] = []  # noqa: RUF012
+    block_tokens: float = 0.0
 
 
 def lengths(spec: BatchingSpec) -> Lengths:
@@ -82,11 +88,16 @@ def _recorded(spec: BatchingSpec, path: Path, count: int) -> Lengths:
     # A recording does not tell the gap before its first row.
     mean = float(gaps.mean())
     cut = sum(_is_cut(row, shape, scale) for row in plain)
+    prefixes = [row.hash_ids or () for row in rows] if spec.prefix_cache_tokens is not None else []
+    if prefixes and not any(prefixes):
+        raise UsageError(f"`{path}` tells no shared prefixes", "give a trace with hash_ids, or no prefix cache")
     return Lengths(
         [max(2, row.prompt_tokens) for row in rows],
         [row.new_tokens for row in rows],
         [1.0, *(gaps / mean).tolist()],
         cut,
+        prefixes,
+        MOONCAKE_BLOCK_TOKENS * scale,
     )
 
 
@@ -101,17 +112,22 @@ def at_rate(drawn: Lengths, rate_per_s: float, *, ttft_slo_s: float | None = Non
     """The requests, arriving at `rate_per_s` on average; an infinite rate is all at once."""
     ends = np.cumsum(drawn.gaps)
     arrivals = np.zeros(len(ends)) if math.isinf(rate_per_s) else ends * (len(ends) / ends[-1] / rate_per_s)
+    prefixes = drawn.prefixes or [()] * len(drawn.prompt)
     return [
-        Asked(prompt, new, at, ttft_slo_s=ttft_slo_s)
-        for prompt, new, at in zip(drawn.prompt, drawn.new, arrivals.tolist(), strict=True)
+        Asked(prompt, new, at, ttft_slo_s=ttft_slo_s, prefix=prefix)
+        for prompt, new, at, prefix in zip(drawn.prompt, drawn.new, arrivals.tolist(), prefixes, strict=True)
     ]
 
 
 def mixed(requests: list[Asked], *, ttft_slo_s: float) -> list[Asked]:
-    """The same arrivals, every second one a batch request of BATCH_LENGTH times the answer, without a deadline."""
+    """The same arrivals, one of two neighbours a batch request of BATCH_LENGTH times the answer, without a deadline.
+
+    Which of them is drawn, the same for every rate: in turn, a router that takes replicas in turn would sort them.
+    """
+    second = np.random.default_rng(len(requests)).integers(0, 2, len(requests) // 2 + 1)
     return [
         msgspec.structs.replace(asked, new_tokens=BATCH_LENGTH * asked.new_tokens, priority="batch", ttft_slo_s=None)
-        if i % _BATCH_EVERY
+        if i % 2 == second[i // 2]
         else msgspec.structs.replace(asked, ttft_slo_s=ttft_slo_s)
         for i, asked in enumerate(requests)
     ]

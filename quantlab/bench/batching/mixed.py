@@ -1,7 +1,7 @@
 """Part (d): interactive and batch traffic at one offered load, served by four policies of growing care.
 
-Every second request is a batch request: an answer BATCH_LENGTH times as long and no deadline. All policies get the same
-requests at the same times, at a share of the capacity for this very mix:
+One of every two requests is a batch request: an answer BATCH_LENGTH times as long and no deadline. All policies get the
+same requests at the same times, at a share of the capacity for this very mix:
 
 - fcfs                  in the order of arrival
 - priority              interactive first; a batch request counts as if it had come `ageing` later, so that it is
@@ -11,7 +11,7 @@ requests at the same times, at a share of the capacity for this very mix:
 
 The bound on starvation: no batch request waits for a request that comes more than `ageing` after it. So it waits at
 most for the service times (theory.py) of what is not finished when it comes, or comes within `ageing`, and goes before
-it.
+it. Of a fleet that is so for each replica.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ import numpy as np
 
 from quantlab.bench.batching.load import Lengths, at_rate, mixed
 from quantlab.bench.batching.open_loop import latencies, shares
-from quantlab.bench.batching.serve import Cell, Run
-from quantlab.bench.batching.sla import judge
+from quantlab.bench.batching.serve import Cell, Run, cell_of
+from quantlab.bench.batching.sla import details, judge
 from quantlab.bench.batching.spec import BatchingSpec
 from quantlab.bench.batching.theory import service_times
 from quantlab.bench.batching.window import Window
@@ -35,14 +35,7 @@ ROWS = ("fcfs", "priority", "preemption", "guarded")
 
 def cell(spec: BatchingSpec, drawn: Lengths, rate: float, policy: str) -> Cell:
     """Mixed requests at `rate`, served by a policy."""
-    return Cell(
-        mixed(at_rate(drawn, rate), ttft_slo_s=spec.ttft_slo_s),
-        spec.max_num_seqs,
-        spec.max_num_batched_tokens,
-        spec.kv_budget_tokens,
-        policy,
-        spec.ageing_s,
-    )
+    return cell_of(spec, drawn, mixed(at_rate(drawn, rate), ttft_slo_s=spec.ttft_slo_s), policy)
 
 
 def row(
@@ -58,27 +51,26 @@ def row(
     if waits:
         found["batch_queue_delay"] = Measurement("s", "lower", waits)
     ageing_s = 0.0 if policy == "fcfs" else spec.ageing_s
-    bounded = waits_and_bounds(run.records, ageing_s)
+    bounded = [pair for records in run.of_replicas() for pair in waits_and_bounds(records, ageing_s)]
     longest, bound = max(bounded, default=(None, None))
-    details = {
+    told = {
         "policy": policy,
         "rate": rate,
         "rho": rate / mu,
         **shares(Window(run)),
         **latencies(window),
-        "verdict": judged.verdict,
-        "share_unserved": judged.unserved,
+        **details(judged),
         "batch_throughput": batch.token_rate(),
         "longest_batch_wait_s": longest,
         # Of the one that waited longest.
         "batch_wait_bound_s": bound,
         "ageing_s": ageing_s,
     }
-    return found, details
+    return found, told
 
 
 def waits_and_bounds(records: list[RequestRecord], ageing_s: float) -> list[tuple[float, float]]:
-    """Of each batch request that was served its wait, and the bound on it (see above)."""
+    """Of each batch request that one server served its wait, and the bound on it (see above)."""
     services = np.array([found or 0.0 for found in service_times(records)])
     arrivals = np.array([record.arrival_s for record in records])
     finished = np.array([record.finished_s or 0.0 for record in records])

@@ -11,14 +11,14 @@ from quantlab.bench.batching.load import Lengths
 from quantlab.bench.batching.serve import Calibrated
 from quantlab.bench.batching.sla import ALONE, Answer, Judged
 from quantlab.bench.batching.spec import BatchingSpec
-from quantlab.bench.batching.window import SLO_PERCENTILE
+from quantlab.bench.batching.window import SLO_PERCENTILE, left_out
 from quantlab.bench.notices import FEW_REPEATS, LARGE_SPREAD
 from quantlab.core import units
 from quantlab.core.result import Notice
-from quantlab.core.statistics import geometric_mean_interval, relative_spread
+from quantlab.core.statistics import CONFIDENCE, geometric_mean_interval, relative_spread
 
-# The first sample beyond a percentile is expected at this many.
-_RARE = 3 * round(1 / (1 - SLO_PERCENTILE / 100))
+# So many requests without a late one decide with 95% confidence that a percentile is within its limit: 299.
+_DECIDING = math.ceil(math.log(1 - CONFIDENCE) / math.log(SLO_PERCENTILE / 100))
 _POOR_FIT = 0.15
 
 
@@ -42,11 +42,19 @@ def of_batches(spec: BatchingSpec, points: list[BatchPoint]) -> Iterator[Notice]
         )
 
 
+def enough_requests(spec: BatchingSpec) -> int:
+    """The fewest `--requests` of which _DECIDING are measured; of mixed traffic half are interactive."""
+    n = _DECIDING
+    while n - 2 * left_out(n) < _DECIDING:
+        n += 1
+    return 2 * n if "mixed" in spec.chosen() else n
+
+
 def of_requests(spec: BatchingSpec, measured: int) -> Iterator[Notice]:
     """Too few requests for the percentile that the limits are judged by."""
-    if 0 < measured < _RARE:
+    if 0 < measured < _DECIDING:
         beyond = (SLO_PERCENTILE / 100) ** measured
-        more = f"use `--requests {math.ceil(spec.n_requests() * _RARE / measured)}` or more"
+        more = f"use `--requests {enough_requests(spec)}` or more"
         yield Notice(
             "few-requests",
             f"{measured} measured requests: their P{SLO_PERCENTILE:g} is about their largest value, and the true one "
@@ -105,27 +113,32 @@ def of_roofline(spec: BatchingSpec) -> Notice:
 
 
 def of_answer(spec: BatchingSpec, answer: Answer, judged: list[Judged]) -> Iterator[Notice]:
-    """A search that found no rate, and what stands in the way."""
-    if not judged or (answer.highest is not None and answer.highest.rate > ALONE):
+    """A search that saw no rate within the limits and what stands in the way, or that decided for none."""
+    if answer.highest is not None and answer.highest.rate > ALONE:
+        if answer.decided is None:
+            yield Notice(
+                "slo-not-decided",
+                "no rate is known to meet the limits with 95% confidence: what was seen within them is an estimate",
+                f"use `--requests {max(enough_requests(spec), 2 * spec.n_requests())}` or more",
+            )
         return
-    first = min((one for one in judged if one.verdict != "meets"), key=lambda one: one.rate)
+    first = min((one for one in judged if not one.within), key=lambda one: one.rate, default=None)
+    if first is None:
+        return
     numbers = [
         f"{name} is {units.milliseconds(interval.estimate)} where {units.milliseconds(limit)} are allowed"
         for name, interval, limit in (
             (f"TTFT P{SLO_PERCENTILE:g}", first.ttft_p99, spec.ttft_slo_s),
             ("TPOT", first.tpot_mean, spec.tpot_slo_s),
         )
-        if interval is not None and (interval.high is None or interval.high > limit)
+        if interval is not None and interval.estimate > limit
     ]
     numbers += [f"{first.unserved:.0%} of the requests are not served"] if first.unserved else []
     where = "for requests that are alone" if first.rate == ALONE else f"at {first.rate:.3g} requests per second"
-    if first.verdict == "undecided":
-        what, hint = "whether any rate meets the limits is not decided", "use more `--requests`"
-    elif first.rate == ALONE:
-        what, hint = "nothing can meet the limits", "relax them, or use a faster model or machine"
-    else:
-        what, hint = "no rate was seen to meet the limits", "relax them, or use a faster model or machine"
-    yield Notice("slo-not-met", f"{what}: {where} {' and '.join(numbers)}", hint)
+    what = "nothing can meet the limits" if first.rate == ALONE else "no rate was seen to meet the limits"
+    yield Notice(
+        "slo-not-met", f"{what}: {where} {' and '.join(numbers)}", "relax them, or use a faster model or machine"
+    )
 
 
 def of_mixed(spec: BatchingSpec, details: dict[str, Any], points: list[BatchPoint]) -> Iterator[Notice]:

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from quantlab.bench.batching.load import Lengths, at_rate, squared_variation_of_gaps
-from quantlab.bench.batching.serve import Cell, Run
+from quantlab.bench.batching.serve import Cell, Run, cell_of
 from quantlab.bench.batching.spec import BatchingSpec
 from quantlab.bench.batching.theory import (
     Facts,
@@ -28,31 +28,30 @@ from quantlab.bench.batching.theory import (
 )
 from quantlab.bench.batching.window import Window, tpot_mean, ttft_p99
 from quantlab.core.result import Measurement
-from quantlab.core.statistics import Interval, percentile
+from quantlab.core.statistics import Interval, batch_means_interval, percentile
 
 
 def cell(spec: BatchingSpec, drawn: Lengths, rate: float, *, policy: str | None = None) -> Cell:
     """The requests at `rate`, served by the spec's engine; with deadlines where the policy may reject."""
     chosen = policy or spec.policy
-    deadline = spec.ttft_slo_s if chosen in ("admission", "guarded") else None
-    return Cell(
-        at_rate(drawn, rate, ttft_slo_s=deadline),
-        spec.max_num_seqs,
-        spec.max_num_batched_tokens,
-        spec.kv_budget_tokens,
-        chosen,
-        spec.ageing_s,
-    )
+    deadline = spec.ttft_slo_s if chosen == "admission" else None
+    return cell_of(spec, drawn, at_rate(drawn, rate, ttft_slo_s=deadline), chosen)
 
 
 def saturate(spec: BatchingSpec, drawn: Lengths) -> Cell:
-    """All requests at once, none rejected: what the capacity is measured with."""
-    return cell(spec, drawn, math.inf, policy="fcfs")
+    """All requests at once on one engine, none rejected: what the capacity is measured with."""
+    return alone(cell(spec, drawn, math.inf, policy="fcfs"))
+
+
+def alone(cell: Cell) -> Cell:
+    """The same load on one replica."""
+    return msgspec.structs.replace(cell, replicas=1)
 
 
 def capacity(spec: BatchingSpec, run: Run) -> Server:
-    """The capacity that a run of `saturate` shows."""
-    return saturated(run.records, spec.max_num_seqs)
+    """The capacity that a run of all requests at once on one engine shows, times the replicas."""
+    server = saturated(run.records, spec.max_num_seqs)
+    return server._replace(mu=server.mu * spec.replicas)
 
 
 def capacity_row(server: Server, run: Run, spec: BatchingSpec) -> tuple[dict[str, Measurement], dict[str, Any]]:
@@ -64,9 +63,10 @@ def capacity_row(server: Server, run: Run, spec: BatchingSpec) -> tuple[dict[str
         "requests_lost": sum(record.status == "failed" for record in run.records),
         "service_squared_variation": server.squared_variation,
         "max_num_seqs": spec.max_num_seqs,
+        "replicas": spec.replicas,
         "steps": run.n_steps,
         # What the engine takes on the host, of the time that the device takes.
-        "overhead_share": run.overhead_s / run.forward_s if run.forward_s else None,
+        "overhead_share": run.overhead_s / run.forward_s if run.overhead_s else None,
     }
     return found, details
 
@@ -82,7 +82,7 @@ def row(
     found["rho"] = Measurement("share", "none", [rho])
     if run.knows_queue and "queue_delay" in found:
         facts = _facts(spec, drawn, server, rho, window)
-        details |= _against_theory(facts, window.mean(found["queue_delay"].samples))
+        details |= _against_theory(facts, batch_means_interval(found["queue_delay"].samples))
         if (mg1 := details["mg1_queue_delay_s"]) is not None:
             found["predicted_queue_delay"] = Measurement("s", "lower", [mg1])
     return found, details
@@ -106,7 +106,9 @@ def in_turn(runs: Sequence[Run]) -> Run:
 def alone_row(spec: BatchingSpec, run: Run) -> tuple[dict[str, Measurement], dict[str, Any]]:
     """The measurements and details of requests that were alone (`in_turn`): no load, so nothing to predict."""
     window = Window(run)
-    return window.measurements(spec.ttft_slo_s, spec.tpot_slo_s), {
+    found = window.measurements(spec.ttft_slo_s, spec.tpot_slo_s)
+    del found["goodput"]
+    return found, {
         "rate": 0.0,
         "rho": 0.0,
         **shares(window),
@@ -123,6 +125,8 @@ def shares(window: Window) -> dict[str, Any]:
         "requests_finished": sum(record.status == "finished" for record in every),
         "requests_rejected": sum(record.status == "rejected" for record in every),
         "requests_lost": sum(record.status == "failed" for record in every),
+        # Of the prompt tokens of the measured requests: what a prefix cache had of them.
+        "share_cached": sum(r.cached_tokens for r in window.records) / sum(r.prompt_tokens for r in window.records),
         "arrival_rate": window.arrival_rate,
         "duration_s": max((r.finished_s or 0.0 for r in every), default=0.0),
     }

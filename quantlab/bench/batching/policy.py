@@ -1,4 +1,4 @@
-"""The policies of `--policy` by name, as the engine's classes."""
+"""The policies of `--policy` and of the part mixed by name, as the engine's classes."""
 
 from __future__ import annotations
 
@@ -36,5 +36,5 @@ _POLICIES: dict[str, Callable[[Costs, float], tuple[Order, Admission]]] = {
 
 
 def policy(name: str, costs: Costs, ageing_s: float) -> Policy:
-    """A new policy of a name of spec.POLICIES: what it learns is of one run."""
+    """A new policy of a name of spec.POLICIES or of mixed.ROWS: what it learns is of one run."""
     return Policy(*_POLICIES[name](costs, ageing_s), Cheaper(costs))

@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 
 from quantlab.bench import workloads
-from quantlab.bench.batching.load import Asked
+from quantlab.bench.batching.load import Asked, Lengths
 from quantlab.bench.batching.policy import policy
 from quantlab.bench.batching.spec import BatchingSpec
 from quantlab.core.corpus import load_text
@@ -41,12 +41,36 @@ class Cell(msgspec.Struct, frozen=True):
     kv_budget_tokens: int | None = None
     policy: str = "fcfs"
     ageing_s: float = 0.0
+    # In virtual time: so many engines, and who gets an arrival.
+    replicas: int = 1
+    router: str = "least-loaded"
+    # Of each replica, and how its blocks are cut; None: it has no prefix cache.
+    prefix_cache_tokens: int | None = None
+    block_tokens: float = 0.0
+    # Whether the records keep the ids of what was generated.
+    keep_tokens: bool = False
+
+
+def cell_of(spec: BatchingSpec, drawn: Lengths, requests: list[Asked], policy: str) -> Cell:
+    """A load on the engines of a spec."""
+    return Cell(
+        requests,
+        spec.max_num_seqs,
+        spec.max_num_batched_tokens,
+        spec.kv_budget_tokens,
+        policy,
+        spec.ageing_s,
+        spec.replicas,
+        spec.router,
+        spec.prefix_cache_tokens,
+        drawn.block_tokens,
+    )
 
 
 class Run(msgspec.Struct, frozen=True):
     """What became of the requests, in their order; CPU seconds of the process that computed; steps and their overhead.
 
-    `overhead_s` is what the scheduler, arrays and sampling took in all; of a server nothing of this is known.
+    `overhead_s` is what the scheduler, arrays and sampling took in all; it is 0 in virtual time and of a server.
     """
 
     records: list[RequestRecord]
@@ -56,6 +80,16 @@ class Run(msgspec.Struct, frozen=True):
     overhead_s: float = 0.0
     # Whether requests wait in a queue that the records tell apart from being served.
     knows_queue: bool = True
+    # Of a fleet: its replicas, and which of them served each record.
+    replicas: int = 1
+    served_by: list[int] = []
+
+    def of_replicas(self) -> list[list[RequestRecord]]:
+        """The records of each replica: each has a queue of its own."""
+        parts: list[list[RequestRecord]] = [[] for _ in range(self.replicas)]
+        for record, replica in zip(self.records, self.served_by or [0] * len(self.records), strict=True):
+            parts[replica].append(record)
+        return parts
 
 
 class Job(msgspec.Struct, frozen=True):
@@ -87,8 +121,7 @@ def serve(
 ) -> tuple[Run, list[MeasuredStep]]:
     """Serve a cell; policies predict by `costs`, and what runs is taught to `learning`.
 
-    `prompt` makes the prompt of a request from its number and its length. Returns the steps too, for a fit: their
-    overhead is in the duration, as far as the clock knew it.
+    `prompt` makes the prompt of a request from its number and its length. Returns the steps too, for a fit.
     """
     limits = limits_of(
         backend,
@@ -120,13 +153,13 @@ def serve(
     )
     before = time.process_time()
     records = engine.run(requests)
-    for record in records:
+    for record in records if not cell.keep_tokens else ():
         record.tokens = []
-    real = isinstance(clock, WallClock)
-    overhead = sum(step.overhead_s for step in engine.steps)
+    # Host time beside virtual steps is no share of anything.
+    overhead = sum(step.overhead_s for step in engine.steps) if isinstance(clock, WallClock) else 0.0
     forward = sum(step.forward_s for step in engine.steps)
     run = Run(records, time.process_time() - before, len(engine.steps), forward, overhead)
-    return run, [MeasuredStep(s.shape, s.forward_s + (s.overhead_s if real else 0.0)) for s in engine.steps]
+    return run, [step.measured for step in engine.steps]
 
 
 def work(job_json: object, channel: Channel) -> None:
@@ -148,7 +181,7 @@ def work(job_json: object, channel: Channel) -> None:
     dtype = spec.dtype if path.is_dir() else "auto"
     with opened(path, capacity, device=spec.device, dtype=dtype, threads=spec.threads) as backend:
         loaded = backend.describe()
-        if job.n_ctx > loaded.n_ctx_train:
+        if loaded.beyond_training(job.n_ctx):
             raise UsageError(
                 f"requests of up to {job.n_ctx} tokens, the context of `{spec.model.label}` holds {loaded.n_ctx_train}",
                 "lower `--prompt-tokens`, `--new-tokens` or `--length-scale`",

@@ -36,6 +36,8 @@ class ServerTarget:
         self._text = "\n\n".join(load_text(name).raw for name in BUILTIN)
         self._ids: Tokens | None = None
         self._latest_s = 0.0
+        # Each load has prompts of its own: a server may keep the KV of those that it has seen.
+        self._sent = 0
         self._unsure: set[str] = set()
         if self._info.prompts == "token ids":
             with contextlib.suppress(QuantlabError):
@@ -55,19 +57,21 @@ class ServerTarget:
     def run(self, cell: Cell) -> Run:
         """See `Target`; the limits and the policy of the cell are the server's own business."""
         self._server.reset()
-        generations = self._server.generate([self._request(i, asked) for i, asked in enumerate(cell.requests)])
+        generations = self._server.generate([self._request(asked) for asked in cell.requests])
         self._latest_s = max(self._latest_s, self._server.counters()["client_lag_us"] / 1e6)
         self._unsure |= {g.counted_by for g in generations if g.times_s and g.counted_by != "server"}
         pairs = zip(cell.requests, generations, strict=True)
         return Run([_record(i, *pair) for i, pair in enumerate(pairs)], knows_queue=False)
 
-    def _request(self, number: int, asked: Asked) -> Request | TextRequest:
+    def _request(self, asked: Asked) -> Request | TextRequest:
+        number = self._seed * SEEDS + self._sent
+        self._sent += 1
         if self._ids is not None:
             # The text was encoded with its BOS, where the model has one.
-            ids = slice_of(self._ids[1:], int(self._ids[0]), max(2, asked.prompt_tokens), self._seed * SEEDS + number)
+            ids = slice_of(self._ids[1:], int(self._ids[0]), max(2, asked.prompt_tokens), number)
             return Request(ids, asked.new_tokens, arrival_s=asked.arrival_s)
         size = asked.prompt_tokens * _CHARACTERS_PER_TOKEN
-        start = (self._seed + number) * 7919 % max(1, len(self._text) - size)
+        start = number * 7919 % max(1, len(self._text) - size)
         text = self._text[start : start + size]
         chat = self._info.prompts == "chat"
         prompt = [{"role": "user", "content": text}] if chat else text
@@ -126,6 +130,7 @@ def _record(number: int, asked: Asked, generation: ServerGeneration) -> RequestR
         priority=asked.priority,
         status="finished" if finished else "rejected" if generation.outcome == "rejected" else "failed",
         prompt_tokens=generation.prompt_tokens or asked.prompt_tokens,
+        cached_tokens=generation.cached_tokens or 0,
         arrival_s=asked.arrival_s,
         new_tokens=len(times),
         first_token_s=times[0] if times else None,

@@ -15,13 +15,17 @@ from quantlab.core.result import DEVICES, DTYPES
 PARTS = ("batch", "load", "sla", "mixed")
 # A server schedules by itself: what it is asked is load.
 SERVER_PARTS = ("load", "sla")
-POLICIES = ("fcfs", "admission", "priority", "preemption", "guarded")
+# Of load and sla, whose requests are of one class; what orders two classes is in `mixed`.
+POLICIES = ("fcfs", "admission")
+ROUTERS = ("least-loaded", "round-robin", "prefix-aware")
 
 _REQUESTS, _SIMULATED_REQUESTS = 48, 2000
-_LEAST_REQUESTS = 10
+LEAST_REQUESTS = 10
 # A bare number from here on may be meant in milliseconds.
 _AMBIGUOUS_S = 10.0
 
+# A run that takes longer is a slip of the rate.
+_LONGEST_S = 86_400.0
 # Beyond it a load teaches nothing more, and a percentage is more likely.
 _LARGEST_LOAD = 5
 
@@ -35,7 +39,9 @@ class BatchingSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     None takes `utilization`, shares of the capacity that is measured first. `requests` is how many one load has.
 
     `simulate` runs on the simulated backend: its step model is fitted to a short run of the model, or is the roofline
-    of `bandwidth_bytes_per_s` and `flops_per_s`.
+    of `bandwidth_bytes_per_s` and `flops_per_s`. Its loads may be those of a fleet: of `replicas`, each with these
+    limits, behind `router`. With a trace that tells shared prefixes each replica may have a prefix cache, of
+    `prefix_cache_tokens` beside its KV budget.
     """
 
     model: ModelFile
@@ -63,6 +69,9 @@ class BatchingSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_num_batched_tokens: int = 128
     kv_budget_tokens: int | None = None
     simulate: bool = False
+    replicas: int = 1
+    router: str = "least-loaded"
+    prefix_cache_tokens: int | None = None
     bandwidth_bytes_per_s: float | None = None
     flops_per_s: float | None = None
     device: str = "auto"
@@ -76,6 +85,7 @@ class BatchingSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         self._check_numbers()
         for name, value, known in (
             ("policy", self.policy, POLICIES),
+            ("router", self.router, ROUTERS),
             ("dtype", self.dtype, DTYPES),
             ("device", self.device, DEVICES),
             *(("part", part, PARTS) for part in self.parts or ()),
@@ -93,16 +103,16 @@ class BatchingSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def _check_sizes(self) -> None:
         least = {"batch": self.batch, "parts": self.parts if self.parts is None else [len(self.parts)]}
         for name in ("repeats", "prompt_tokens", "new_tokens", "requests", "max_num_seqs", "max_num_batched_tokens",
-                     "kv_budget_tokens", "threads"):  # fmt: skip
+                     "kv_budget_tokens", "threads", "replicas", "prefix_cache_tokens"):  # fmt: skip
             value = getattr(self, name)
             least[name] = None if value is None else [value]
         for name, values in least.items():
             if values is not None and (not values or min(values) < 1):
                 raise UsageError(f"`--{name.replace('_', '-')}` {', '.join(map(str, values)) or 'of nothing'}",
                                  "give at least 1")  # fmt: skip
-        if self.requests is not None and self.requests < _LEAST_REQUESTS:
+        if self.requests is not None and self.requests < LEAST_REQUESTS:
             raise UsageError(f"`--requests` {self.requests}: the first and the last tenth are not measured",
-                             f"give at least {_LEAST_REQUESTS}")  # fmt: skip
+                             f"give at least {LEAST_REQUESTS}")  # fmt: skip
         for name in ("warmup", "seed"):
             if getattr(self, name) < 0:
                 raise UsageError(f"`--{name}` {getattr(self, name)}", "give 0 or more")
@@ -129,6 +139,12 @@ class BatchingSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         for value in (*self.utilization, self.mixed_utilization):
             if value > _LARGEST_LOAD:
                 raise UsageError(f"a load of {value:g} times the capacity", "loads are shares: 0.8 for 80%")
+        slowest = min(self.rate or [math.inf])
+        if not self.simulate and self.n_requests() / slowest > _LONGEST_S:
+            raise UsageError(
+                f"{self.n_requests()} requests at `--rate` {slowest:g} per second take more than a day",
+                "give a higher rate, or `--simulate`",
+            )
         if not (self.ageing_s >= 0 and math.isfinite(self.ageing_s)):
             raise UsageError(f"`--ageing` {self.ageing_s}", "give seconds from 0 on")
 
@@ -139,6 +155,15 @@ class BatchingSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 "a roofline needs `--simulate`, `--bandwidth` and `--flops`",
                 "give all three, or `--simulate` alone for a step model fitted on this machine",
             )
+        if self.replicas > 1 and not self.simulate:
+            raise UsageError(f"`--replicas {self.replicas}` of a real model", "replicas are simulated: `--simulate`")
+        if self.prefix_cache_tokens is not None and not (self.simulate and self.trace):
+            raise UsageError(
+                "`--prefix-cache-tokens` is of a simulation of a trace",
+                "give `--simulate` and `--trace`, or leave it out",
+            )
+        if self.router == "prefix-aware" and self.prefix_cache_tokens is None:
+            raise UsageError("`--router prefix-aware` without a prefix cache", "give `--prefix-cache-tokens`")
         if self.length_scale is not None and self.trace is None:
             raise UsageError("`--length-scale` is of a trace", "give `--trace FILE`, or leave it out")
 

@@ -9,6 +9,7 @@ from typing import Protocol
 
 import msgspec
 
+from quantlab.bench.batching.fleet import serve_fleet
 from quantlab.bench.batching.serve import Calibrated, Cell, Job, Run, serve, zeros
 from quantlab.bench.batching.spec import BatchingSpec
 from quantlab.bench.contention import Contention
@@ -16,7 +17,7 @@ from quantlab.core.errors import QuantlabError
 from quantlab.core.gguf_file import kv_bytes_per_token, read_header
 from quantlab.core.hf_config import kv_values_per_token
 from quantlab.core.result import ModelInfo, Notice, RuntimeInfo
-from quantlab.engine import KnownCosts
+from quantlab.engine import KnownCosts, limits_of
 from quantlab.runtime.backend import Capacity, Loaded
 from quantlab.runtime.clock import VirtualClock
 from quantlab.runtime.simulated import SimulatedBackend
@@ -86,11 +87,20 @@ class SimulatedTarget:
         capacity = Capacity(n_ctx=n_ctx, n_seq=n_seq, n_batch=_ANY_BATCH, n_outputs=n_seq)
         self._backend = SimulatedBackend(capacity, step_time, self._clock, swap_token_s=swap_token_s)
         self._costs = KnownCosts(step_time, swap_token_s)
+        self._step_time, self._swap_token_s = step_time, swap_token_s
         self.loaded: Loaded | None = None
         self.runtime = self._backend.describe().runtime
 
     def run(self, cell: Cell) -> Run:
         """See `Target`."""
+        if cell.replicas > 1 or cell.prefix_cache_tokens is not None:
+            limits = limits_of(
+                self._backend,
+                max_num_seqs=cell.max_num_seqs,
+                max_num_batched_tokens=cell.max_num_batched_tokens,
+                kv_budget_tokens=cell.kv_budget_tokens,
+            )
+            return serve_fleet(cell, limits, self._step_time, self._costs, self._swap_token_s)
         return serve(cell, self._backend, self._clock, costs=self._costs, prompt=zeros)[0]
 
     def notices(self) -> list[Notice]:

@@ -10,7 +10,8 @@ its last token (`finished`); at a time t there are n(t) requests between the two
 - mu, the capacity: requests finished per second while more wait than fit. Then the mean share is 1 / mu.
 - rho, the load: arrivals per second / mu. At 1 and above the queue grows as long as the arrivals last.
 - utilization: the share of time with a request in the system. A batching server is busy at low loads already, with
-  small batches that are slower per request: its utilization is above rho.
+  small batches that are slower per request: its utilization is above rho. That of a fleet is the mean of its replicas;
+  all else takes a fleet for one server.
 
 With one sequence at a time (`max_num_seqs` 1) n(t) is 1: S is the time of service, mu is 1 / E[S], the utilization is
 rho, and the server is a queue of one server in the order of arrival, M/G/1 for Poisson arrivals:

@@ -8,19 +8,24 @@ was rejected or lost counts in shares and in goodput, and has no latency.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
 from quantlab.bench.batching.serve import Run
 from quantlab.bench.batching.theory import begins, busy_s, service_times
 from quantlab.core.result import Measurement
-from quantlab.core.statistics import Interval, batch_means_interval, bootstrap_interval
+from quantlab.core.statistics import Interval, bootstrap_interval
 from quantlab.engine import Priority, RequestRecord
 
 WARMUP_SHARE = 0.1
 # Of TTFT the share of requests that must be within its limit; TPOT is judged by its mean.
 SLO_PERCENTILE = 99.0
+
+
+def left_out(n: int) -> int:
+    """Requests at either end of `n` that are load alone."""
+    return math.ceil(WARMUP_SHARE * n) if n > 2 else 0
 
 
 @dataclass(frozen=True)
@@ -34,8 +39,7 @@ class Window:
     def _of_time(self) -> list[int]:
         n = len(self.run.records)
         order = sorted(range(n), key=lambda i: self.run.records[i].arrival_s)
-        left_out = math.ceil(WARMUP_SHARE * n) if n > 2 else 0
-        return order[left_out : n - left_out]
+        return order[left_out(n) : n - left_out(n)]
 
     @cached_property
     def _measured(self) -> list[int]:
@@ -70,9 +74,10 @@ class Window:
 
     @cached_property
     def utilization(self) -> float:
-        """The share of time with a request in the system (theory.py)."""
-        span = self.end_s - self.begin_s
-        return busy_s(self.run.records, self.begin_s, self.end_s) / span if span > 0 else math.nan
+        """The share of time with a request in the system (theory.py); of a fleet the mean of its replicas."""
+        span, parts = self.end_s - self.begin_s, self.run.of_replicas()
+        busy = sum(busy_s(part, self.begin_s, self.end_s) for part in parts)
+        return busy / len(parts) / span if span > 0 else math.nan
 
     @cached_property
     def services_s(self) -> list[float]:
@@ -105,10 +110,6 @@ class Window:
         tokens = sum(self.begin_s <= at <= self.end_s for r in self.run.records for at in r.times_s
                      if self.priority in (None, r.priority))  # fmt: skip
         return tokens / (self.end_s - self.begin_s) if self.end_s > self.begin_s else math.nan
-
-    def mean(self, samples: Sequence[float]) -> Interval:
-        """The mean of what came in the order of time, with its interval by batch means."""
-        return batch_means_interval(samples)
 
     def measurements(self, ttft_slo_s: float, tpot_slo_s: float) -> dict[str, Measurement]:
         """The contract's names; `rejected` and `preempted` have one number a request, in the order of arrival."""

@@ -1,0 +1,1 @@
+"""What a prefix cache saves: scenarios and traces, tiers, theory beside measurement, and why a prompt missed."""

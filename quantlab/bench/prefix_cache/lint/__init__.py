@@ -1,0 +1,1 @@
+"""Finds what varies too early in logs of requests: log.py reads, causes.py names, fixes.py repairs, run.py counts."""

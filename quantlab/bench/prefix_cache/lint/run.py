@@ -1,0 +1,181 @@
+"""`quantlab prefix-cache lint`: what varies too early in a log of requests, and what another order would give.
+
+A cache without limits is replayed over the requests one after another: what it finds, what a request could have found
+had an early difference not been, and the same after each repair. Not known here: the server's chat template, the order
+in which requests were really served, and the size of its cache.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from quantlab.bench.prefix_cache.lint.causes import Difference, difference
+from quantlab.bench.prefix_cache.lint.fixes import ADVICE, repaired, texts_of_few
+from quantlab.bench.prefix_cache.lint.log import Request, read_log
+from quantlab.bench.prefix_cache.lint.tokens import Pieces
+from quantlab.bench.prefix_cache.theory import hit_rate, reusable_tokens
+from quantlab.bench.prefix_cache.why import misses
+from quantlab.core.errors import UsageError
+from quantlab.core.model import ModelFile
+from quantlab.core.progress import Progress, silent
+from quantlab.core.result import Measurement, ModelInfo, Outcome
+from quantlab.runtime.backend import Tokens
+
+# A group of requests that loses less of all tokens is not worth a change.
+_WORTH_TELLING = 0.03
+# One request that loses so much of its own tokens is: a template that was changed loses each of its readers once.
+_WORTH_ALONE = 0.4
+_SETUP = ("tools", "system", "prompt")
+# Shorter texts that happen to stand in two requests are chance.
+_LEAST_BLOCKS = 2
+_MOST_FINDINGS = 12
+_SHOWN = 120
+
+
+class LintSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A log of requests, as a file, and the size of the server's blocks."""
+
+    model: ModelFile
+    block_tokens: int = 16
+
+    def __post_init__(self) -> None:
+        """Refuse what is no size."""
+        if self.block_tokens < 1:
+            raise UsageError(f"`--block-tokens` {self.block_tokens}", "give at least 1")
+
+
+class Finding(msgspec.Struct, frozen=True):
+    """One cause, for which `requests` requests lose `lost_tokens`.
+
+    `hit_rate_after` is the rate once it and the findings before it are repaired.
+    """
+
+    cause: str
+    part: str
+    requests: int
+    lost_tokens: int
+    lost_share: float
+    earlier: str
+    now: str
+    advice: str
+    hit_rate_after: float
+
+
+def run(spec: LintSpec, progress: Progress = silent) -> Outcome:
+    """Read the log and return what was found."""
+    requests = read_log(Path(spec.model.path))
+    before = _rate(requests, spec.block_tokens)
+    findings, mended = find(requests, spec.block_tokens, progress)
+    after = findings[-1].hit_rate_after if findings else before
+    tokens = sum(len(ids) for ids in _ids(requests))
+    return Outcome(
+        label=spec.model.label,
+        # A log has no model; what served it is not known.
+        model=ModelInfo(spec.model.source, "endpoint", "none", 0, 0.0, {}, sha256=spec.model.sha256),
+        runtime=None,
+        measurements={
+            "hit_rate": Measurement("share", "higher", [before]),
+            "hit_rate_proposed": Measurement("share", "higher", [after]),
+        },
+        details={
+            "part": "lint",
+            "session": spec.model.sha256[:16],
+            "row": 1,
+            "complete": True,
+            "requests": len(requests),
+            "tokens": tokens,
+            "findings": msgspec.to_builtins(findings),
+            "order": order(mended) if findings else [],
+        },
+    )
+
+
+def find(requests: list[Request], block_tokens: int, progress: Progress) -> tuple[list[Finding], list[Request]]:
+    """The causes, each the costliest of what the repairs before it left, and the requests after the last repair."""
+    findings: list[Finding] = []
+    handled: set[str] = set()
+    while len(findings) < _MOST_FINDINGS:
+        progress("looking for causes", len(findings), _MOST_FINDINGS)
+        worst = _worst(requests, block_tokens, handled)
+        if worst is None:
+            break
+        found, lost, total = worst
+        handled.add(found.key)
+        requests = repaired(requests, found)
+        findings.append(
+            Finding(
+                found.cause,
+                found.part,
+                len(lost),
+                sum(lost),
+                sum(lost) / total,
+                found.earlier.strip()[:_SHOWN],
+                found.now.strip()[:_SHOWN],
+                ADVICE[found.cause],
+                _rate(requests, block_tokens),
+            )
+        )
+    return findings, requests
+
+
+def _worst(requests: list[Request], block_tokens: int, handled: set[str]) -> tuple[Difference, list[int], int] | None:
+    """The difference that costs most, what it costs each request that has it, and the tokens of all requests."""
+    pieces, ids = [Pieces(request) for request in requests], _ids(requests)
+    total = sum(map(len, ids))
+    seldom = texts_of_few(requests)
+    groups: dict[str, tuple[Difference, list[int], float]] = {}
+    for miss in misses([one.tolist() for one in ids], block_tokens):
+        if miss.lost < _LEAST_BLOCKS * block_tokens:
+            continue
+        at = [pieces[i].segment_at(miss.at) for i in (miss.against, miss.request)]
+        found = difference(
+            requests[miss.against], at[0], requests[miss.request], at[1], frequent=lambda t: not seldom(t)
+        )
+        _, lost, alone = groups.get(found.key, (found, [], 0.0))
+        share = miss.lost / len(ids[miss.request])
+        groups[found.key] = (found, [*lost, miss.lost], max(alone, share))
+    worth = [
+        (found, lost)
+        for key, (found, lost, alone) in groups.items()
+        if key not in handled
+        and (
+            (len(lost) > 1 and sum(lost) >= _WORTH_TELLING * total) or (found.part in _SETUP and alone >= _WORTH_ALONE)
+        )
+    ]
+    if not worth:
+        return None
+    found, lost = max(worth, key=lambda group: sum(group[1]))
+    return found, lost, total
+
+
+def _ids(requests: list[Request]) -> list[Tokens]:
+    names: dict[str, int] = {}
+    return [
+        np.array([names.setdefault(piece, len(names)) for piece in Pieces(request).pieces], np.int32)
+        for request in requests
+    ]
+
+
+def _rate(requests: list[Request], block_tokens: int) -> float:
+    ids = _ids(requests)
+    return hit_rate(reusable_tokens(ids, ids, block_tokens), ids)
+
+
+def order(requests: list[Request]) -> list[dict[str, Any]]:
+    """The parts of the last request as they stand now, with the share of requests that have each text of them."""
+    frequency = Counter(text for request in requests for text in {segment.text for segment in request})
+    parts: list[dict[str, Any]] = []
+    for segment in requests[-1]:
+        share = frequency[segment.text] / len(requests)
+        shown = "what varied" if segment.part == "moved" else segment.part
+        if parts and parts[-1]["part"] == shown and (parts[-1]["share"] == 1) == (share == 1):
+            parts[-1]["share"] = min(parts[-1]["share"], share)
+            parts[-1]["characters"] += len(segment.text)
+        else:
+            parts.append({"part": shown, "share": share, "characters": len(segment.text)})
+    return parts

@@ -1,0 +1,78 @@
+"""What a reader must know before believing a row of the prefix-cache bench."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from quantlab.bench.batching.serve import Calibrated
+from quantlab.bench.notices import FEW_REPEATS
+from quantlab.bench.prefix_cache.rows import Row
+from quantlab.bench.prefix_cache.spec import PrefixCacheSpec
+from quantlab.core import units
+from quantlab.core.result import Notice
+
+# Logits of a prompt computed in other steps differ by rounding; by more than this the kernels themselves differ.
+_ROUNDING = 0.05
+# A cache without limits that finds less than theory has a fault, or too few sequences to hold what it may.
+_SHORT_OF_THEORY = 0.005
+
+
+def of_calibration(found: Calibrated, label: str) -> Notice:
+    """Where the times of a simulation come from."""
+    return Notice(
+        "simulated",
+        f"simulated in virtual time with a step model fitted to {found.n_steps} steps of `{label}` on this machine "
+        f"(mean error {units.percent(found.mean_relative_error, digits=2)})",
+    )
+
+
+def of_roofline(bandwidth_bytes_per_s: float, flops_per_s: float) -> Notice:
+    """That nothing was measured at all."""
+    return Notice(
+        "simulated",
+        f"simulated in virtual time from a roofline of {bandwidth_bytes_per_s:.3g} bytes/s and {flops_per_s:.3g} "
+        "FLOP/s: no kernel reaches it",
+    )
+
+
+def of_row(spec: PrefixCacheSpec, row: Row) -> Iterator[Notice]:
+    """Conditions of one row."""
+    if spec.repeats < FEW_REPEATS and not spec.simulate:
+        yield Notice(
+            "few-repeats",
+            f"repetitions: {spec.repeats}, too few for an interval",
+            f"use `--repeats {FEW_REPEATS}` or more",
+        )
+    if row.part == "scenario":
+        yield from _of_answers(row)
+        yield from _of_theory(spec, row)
+
+
+def _of_answers(row: Row) -> Iterator[Notice]:
+    name, agreement = row.details["scenario"], row.details["agreement"]
+    if agreement["same_steps"] > _ROUNDING:
+        yield Notice(
+            "other-logits",
+            f"{name}: the logits of a cached prompt differ by {agreement['same_steps']:.2g} standard deviations from "
+            "those of the same steps without the cache",
+            "this is a fault: file a bug with the model's name",
+        )
+    if different := row.details["answers"] - row.details["same_answers"]:
+        yield Notice(
+            "other-answers",
+            f"{name}: {different} of {row.details['answers']} warm answers differ from the cold ones; a prompt that is "
+            f"computed in other steps has logits that differ by {agreement['one_step']:.2g} standard deviations",
+            "batching changes greedy answers in the same way",
+        )
+
+
+def _of_theory(spec: PrefixCacheSpec, row: Row) -> Iterator[Notice]:
+    measured = row.measurements["hit_rate"].samples[0]
+    expected = row.details["expected_hit_rate"]
+    if spec.budget_bytes is None and expected - measured > _SHORT_OF_THEORY:
+        yield Notice(
+            "short-of-theory",
+            f"{row.details['scenario']}: a cache without limits would find {units.percent(expected)}, this one found "
+            f"{units.percent(measured)}: it has no more sequences to hold what it should",
+            "use fewer `--requests`",
+        )
