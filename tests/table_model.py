@@ -5,11 +5,13 @@ Beside it the exact distribution of its continuations, by enumeration.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from quantlab.core.result import RuntimeInfo
+from quantlab.engine import Sampling
 from quantlab.runtime.backend import Batch, Capacity, Loaded, Logits
 from quantlab.runtime.checks import check_batch
 
@@ -83,19 +85,28 @@ class TableBackend:
         self.states[seq] = []
 
     def continuations(
-        self, prompt: Sequence[int], n: int, temperature: float
+        self, prompt: Sequence[int], n: int, sampling: Sampling
     ) -> Iterator[tuple[tuple[int, ...], float]]:
         """Every answer of up to `n` tokens (shorter where it ends), and its probability."""
-        yield from self._continued(tuple(prompt), (), n, 1.0, temperature)
+        yield from self._continued(tuple(prompt), (), n, 1.0, sampling)
 
     def _continued(
-        self, prompt: tuple[int, ...], answer: tuple[int, ...], n: int, share: float, temperature: float
+        self, prompt: tuple[int, ...], answer: tuple[int, ...], n: int, share: float, sampling: Sampling
     ) -> Iterator[tuple[tuple[int, ...], float]]:
         if len(answer) == n or (answer and answer[-1] in self.eos):
             yield answer, share
             return
         before, last = (0, 0, *prompt, *answer)[-2:]
-        logits = self.table[before, last].astype(np.float64) / temperature
-        p = np.exp(logits - np.log(np.exp(logits).sum()))
-        for token, probability in enumerate(p.tolist()):
-            yield from self._continued(prompt, (*answer, token), n, share * probability, temperature)
+        for token, probability in _shares(self.table[before, last].tolist(), sampling).items():
+            yield from self._continued(prompt, (*answer, token), n, share * probability, sampling)
+
+
+def _shares(logits: list[float], sampling: Sampling) -> dict[int, float]:
+    """What temperature, top-k and top-p leave of each token, written once more in the plainest way."""
+    likely = sorted(range(len(logits)), key=lambda token: -logits[token])[: sampling.top_k or None]
+    weights = {token: math.exp(logits[token] / sampling.temperature) for token in likely}
+    total, kept = sum(weights.values()), dict[int, float]()
+    for token in likely:
+        if sum(kept.values()) < sampling.top_p * total:
+            kept[token] = weights[token]
+    return {token: weight / sum(kept.values()) for token, weight in kept.items()}

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import gguf
@@ -96,6 +98,7 @@ def test_loads_are_shares_of_the_measured_capacity(real: dict[str, list[Outcome]
     mu = capacity.measurements["capacity"].samples[0]
     assert [row.details["rate"] for row in real["load"]] == pytest.approx([0.3 * mu, 0.6 * mu])
     assert capacity.details["requests_finished"] == 20
+    assert capacity.details["overhead_share"] > 0
     (answer,) = real["answer"]
     assert answer.measurements["sla_capacity"].samples[0] == pytest.approx(0.98 * mu)
 
@@ -239,6 +242,9 @@ def test_a_limit_that_nothing_meets_is_an_honest_none(tiny: ModelFile) -> None:
     # Nobody waits, nobody shares a step: prompt and first token in one step.
     assert max(alone.measurements["queue_delay"].samples) == pytest.approx(0.0, abs=1e-9)
     assert alone.measurements["utilization"].samples == [pytest.approx(1.0)]
+    # They come when the one before has gone: no rate, so no goodput.
+    assert "goodput" not in alone.measurements
+    assert alone.details["goodput_interval"] is None
 
 
 def test_guards_hold_the_limit_that_fcfs_breaks_at_one_load(virtual: dict[str, list[Outcome]]) -> None:
@@ -251,6 +257,8 @@ def test_guards_hold_the_limit_that_fcfs_breaks_at_one_load(virtual: dict[str, l
     assert rows["fcfs"].details["rho"] == pytest.approx(0.95)
     for row in rows.values():
         assert row.details["longest_batch_wait_s"] <= row.details["batch_wait_bound_s"] + 1e-9
+    # Host time is no share of virtual time.
+    assert virtual["capacity"][0].details["overhead_share"] is None
     assert sum(rows["preemption"].measurements["preempted"].samples) > 0
     assert sum(rows["fcfs"].measurements["preempted"].samples) == 0
 
@@ -314,6 +322,48 @@ def test_a_fleet_has_the_capacity_of_its_replicas_and_shorter_queues(tiny: Model
         first = rows["mixed"][0]
         assert [row.details["policy"] for row in rows["mixed"]] == ["fcfs", "priority", "preemption", "guarded"]
         assert first.details["batch_throughput"] == pytest.approx(16 * first.details["rate"] / 2, rel=0.1)
+
+
+def test_no_batch_request_of_a_fleet_waits_beyond_its_bound(tiny: ModelFile) -> None:
+    """Queues in turn are long where others are empty: the bound is that of the replica's own queue."""
+    options = {**ROOFLINE, "requests": 600, "parts": ["mixed"], "replicas": 4, "router": "round-robin"}
+    rows = list(run(spec(tiny, **options)))
+    assert len(rows) == 4
+    assert all(row.details["longest_batch_wait_s"] <= row.details["batch_wait_bound_s"] + 1e-9 for row in rows)
+
+
+def prefixes(path: Path, *, told: bool = True) -> str:
+    """Forty conversations of five turns: each prompt is the last one and 1,024 tokens more."""
+    lines = []
+    for turn in range(5):
+        for talk in range(40):
+            ids = [1000 * talk + block for block in range(2 * (turn + 1))]
+            row = {"timestamp": 100 * len(lines), "input_length": 512 * len(ids), "output_length": 16}
+            lines.append(json.dumps(row | ({"hash_ids": ids} if told else {})))
+    path.write_text("\n".join(lines))
+    return str(path)
+
+
+def test_a_router_that_knows_prefixes_finds_more_of_them_in_the_caches(tiny: ModelFile, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"simulate": True, "bandwidth_bytes_per_s": 1e7, "flops_per_s": 1e9, "parts": ["load"]}
+    options |= {"requests": 200, "max_num_batched_tokens": 1024, "length_scale": 0.1, "replicas": 3}
+    options |= {"trace": prefixes(tmp_path / "t.jsonl"), "rate": [20.0]}
+    found = {}
+    for router in ("prefix-aware", "round-robin"):
+        found[router] = list(run(spec(tiny, **options, router=router, prefix_cache_tokens=40_000)))[-1]
+    plain = list(run(spec(tiny, **options, router="round-robin")))[-1]
+    cached = {router: row.details["share_cached"] for router, row in found.items()}
+    # Each turn after the first finds all but its last 1,024 tokens, where it goes to its own replica.
+    assert plain.details["share_cached"] == 0
+    assert 0.5 < cached["prefix-aware"] < 0.75
+    assert 0 < cached["round-robin"] < 0.8 * cached["prefix-aware"]
+    ttft = [fmean(row.measurements["ttft"].samples) for row in (*found.values(), plain)]
+    assert ttft[0] < ttft[1] < ttft[2]
+    alone = list(run(spec(tiny, **options | {"replicas": 1}, prefix_cache_tokens=40_000)))[-1]
+    assert alone.details["share_cached"] > 0.5
+    options["trace"] = prefixes(tmp_path / "u.jsonl", told=False)
+    with pytest.raises(UsageError, match="tells no shared prefixes"):
+        list(run(spec(tiny, **options, prefix_cache_tokens=40_000)))
 
 
 def test_a_trace_of_a_few_requests_is_refused(tiny: ModelFile, tmp_path: Path) -> None:

@@ -131,6 +131,17 @@ def test_tables_tell_every_row_and_render_as_markdown(tiny: ModelFile, tmp_path:
     assert tabulate_batching([r for r in results if r.details["part"] == "capacity"])[0].rows
 
 
+def test_a_prediction_beyond_the_interval_is_told_where_no_assumption_is_broken() -> None:
+    from quantlab.report.batching import _theory
+
+    told = {"mm1_holds": False, "mg1_holds": False, "mm1_broken": ["exponential service"], "mg1_broken": []}
+    assert _theory(told) == (
+        "M/G/1 beyond the interval without a broken assumption (by chance one in 20 is), M/M/1 beyond it. Broken: "
+        "exponential service"
+    )
+    assert _theory({**told, "mg1_holds": True}).startswith("M/G/1 within the interval, M/M/1 beyond it. Broken: ")
+
+
 # stored results
 
 

@@ -43,8 +43,12 @@ def spec(model: ModelFile = FILE, **options: Any) -> BatchingSpec:
         ({"router": "least"}, "unknown router `least`", "`least-loaded`"),
         ({"policy": "admision"}, "unknown policy `admision`", "`admission`"),
         # Requests of one class: there is nothing to put first.
-        ({"policy": "priority"}, "unknown policy `priority`", "`fcfs`"),
-        ({"simulate": True, "prefix_cache_tokens": 64}, "`--prefix-cache-tokens` is of a simulation of a trace", "--trace"),
+        ({"policy": "priority"}, "unknown policy `priority`", "fcfs"),
+        (
+            {"simulate": True, "prefix_cache_tokens": 64},
+            "`--prefix-cache-tokens` is of a simulation of a trace",
+            "--trace",
+        ),
         ({"trace": "t", "prefix_cache_tokens": 64}, "`--prefix-cache-tokens` is of a simulation", "--simulate"),
         ({"simulate": True, "router": "prefix-aware"}, "without a prefix cache", "--prefix-cache-tokens"),
         ({"parts": ["lod"]}, "unknown part `lod`", "`load`"),

@@ -265,3 +265,18 @@ def test_a_real_server_that_is_killed_in_the_middle(stories: Path, tmp_path: Pat
     assert [o.details["part"] for o in outcomes] == ["capacity", "load", "load"]
     assert outcomes[1].details["requests_finished"] == 12
     assert outcomes[2].details["requests_lost"] == 12
+
+
+async def half_cached(body: dict[str, Any], reply: Reply) -> None:
+    await reply.head()
+    for i in range(body["max_tokens"]):
+        await reply.text(f" w{i}", "length" if i == body["max_tokens"] - 1 else None)
+    await reply.usage(40, body["max_tokens"], prompt_tokens_details={"cached_tokens": 10})
+    await reply.event("[DONE]")
+    await reply.end()
+
+
+def test_what_a_server_had_in_its_prefix_cache_is_told() -> None:
+    with FakeServer(half_cached) as server:
+        outcomes = list(run(spec(server, parts=["load"])))
+    assert outcomes[1].details["share_cached"] == 0.25

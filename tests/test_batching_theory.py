@@ -283,3 +283,18 @@ def test_limits_of_a_share_are_the_exact_ones(hits: int, n: int) -> None:
 
     oracle = binomtest(hits, n).proportion_ci(confidence_level=0.9, method="exact")
     assert share_interval(hits, n) == pytest.approx((hits / n, oracle.low, oracle.high))
+
+
+# a fleet
+
+
+def test_the_utilization_of_a_fleet_is_the_mean_of_its_replicas() -> None:
+    """One is busy all the time, one half of it, one never."""
+    records = [record(i, float(i), float(i), i + (1.0 if i % 2 else 0.5)) for i in range(21)]
+    whole = Window(Run(records)).utilization
+    assert whole == pytest.approx(0.75, abs=0.02)
+    busy = [record(i, i / 2, i / 2, i / 2 + (0.5 if i % 2 else 1.0)) for i in range(42)]
+    fleet = Run(busy, replicas=3, served_by=[i % 2 for i in range(42)])
+    assert [[r.id for r in part[:2]] for part in fleet.of_replicas()] == [[0, 2], [1, 3], []]
+    assert Window(fleet).utilization == pytest.approx((1 + 0.5 + 0) / 3, abs=0.03)
+    assert Window(Run(busy)).utilization == pytest.approx(1.0)

@@ -209,6 +209,7 @@ def test_without_a_network_the_index_is_said_not_to_answer(
     said = "`environment` cannot be installed: the package index that pip uses does not answer: .*Connection refused"
     with pytest.raises(QuantlabError, match=said) as caught:
         env.add(absent)
+    assert "object at" not in caught.value.message
     assert caught.value.hint == "check the network, then run again"
     assert entries(tmp_path) == ["environment.lock"]
 
@@ -217,24 +218,48 @@ def entries(tmp_path: Path) -> list[str]:
     return sorted(path.name for path in (tmp_path / "cache" / "engines").iterdir())
 
 
-def test_a_whole_environment_outlives_a_new_one_that_fails(quick: None, index: Path, tmp_path: Path) -> None:
+def test_a_whole_environment_outlives_a_new_one_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a network, on a full disk, or killed on its way."""
+    monkeypatch.setenv("QUANTLAB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(env, "_differs", lambda engine, path: "nothing is here" if path is sys.path else "")
+    folder, sound = folder_of_toy(tmp_path), True
+
+    def build(engine: Engine, folder: Path, progress: object) -> None:
+        (folder / "bin").mkdir(parents=True)
+        (folder / "bin" / "python").symlink_to(sys.executable)
+        if not sound:
+            raise QuantlabError("no network", "")
+        (folder / "quantlab-engine.json").touch()
+
+    monkeypatch.setattr(env, "_build", build)
     python = env.add(TOY)
-    made = folder_of_toy(tmp_path).stat().st_ino
-    wheel(index, "toy-engine", "1.0", {"toy_engine.py": b"raise OSError('libcuda.so.1 is missing')"})
-    with pytest.raises(QuantlabError, match="does not load in its new environment"):
+    (folder / "old").touch()
+    sound = False
+    with pytest.raises(QuantlabError, match="no network"):
         env.add(TOY, force=True)
-    assert env.state(TOY) == env.State("own environment", str(python))
-    assert folder_of_toy(tmp_path).stat().st_ino == made
+    assert (folder / "old").exists()
     assert entries(tmp_path) == ["environment", "environment.lock"]
-    # What a build leaves that was killed.
-    folder_of_toy(tmp_path).rename(tmp_path / "cache" / "engines" / "environment.before")
-    folder_of_toy(tmp_path).mkdir()
+    folder.rename(folder.with_name("environment.before"))
+    (folder / "bin").mkdir(parents=True)
     assert env.add(TOY) == python
-    assert folder_of_toy(tmp_path).stat().st_ino == made
-    wheel(index, "toy-engine", "1.0", {"toy_engine.py": b""})
+    assert (folder / "old").exists()
+    sound = True
     env.add(TOY, force=True)
-    assert folder_of_toy(tmp_path).stat().st_ino != made
+    assert not (folder / "old").exists()
     assert entries(tmp_path) == ["environment", "environment.lock"]
+    (folder / "quantlab-engine.json").unlink()
+    sound = False
+    with pytest.raises(QuantlabError, match="no network"):
+        env.add(TOY)
+    assert entries(tmp_path) == ["environment.lock"]
+
+
+def test_none_is_built_for_an_engine_that_runs_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QUANTLAB_CACHE", str(tmp_path))
+    here = msgspec.structs.replace(TOY, pins={"msgspec": importlib.metadata.version("msgspec")})
+    for force in (False, True):
+        assert env.add(here, force=force) == env.interpreter(here) == Path(sys.executable)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_an_engine_that_does_not_load_leaves_nothing(quick: None, index: Path, tmp_path: Path) -> None:

@@ -128,6 +128,16 @@ def test_a_kill_between_the_two_renames_loses_nothing(tmp_path: Path) -> None:
     assert names(tmp_path) == ["a"]
 
 
+def test_a_link_in_the_place_of_a_folder_gives_way_and_what_it_leads_to_stays(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "old").touch()
+    (tmp_path / "a").symlink_to("elsewhere")
+    with written_folder(tmp_path / "a", replace=True) as temporary:
+        (temporary / "new").touch()
+    assert sorted(names(tmp_path)) == ["a", "elsewhere"]
+    assert (names(tmp_path / "a"), names(tmp_path / "elsewhere")) == (["new"], ["old"])
+
+
 @pytest.mark.parametrize("other", ["a.old", "a.b"])
 def test_what_belongs_to_another_name_is_neither_removed_nor_taken(tmp_path: Path, other: str) -> None:
     left = [killed(partial_of(tmp_path / other)), killed(partial_of(tmp_path / other, "old"))]

@@ -52,7 +52,7 @@ def test_sizes_of_one_model_may_differ_by_a_little() -> None:
     [
         (info("q4", of="folder"), info("f16", "none", of="folder"), None),
         (info("q4", of="folder"), info("q4", of="folder"), None),
-        (info("q4", of="folder"), info("twin", "none"), "was made from `folder` by its record, and `P` is another"),
+        (info("q4", of="folder"), info("twin", "none"), "was made from `folder` by its record, and `P` is not that"),
         (info("download"), info("twin", "none"), None),
         (info("download"), info("big", "none", weights=7_000_000), "has 1 million weights, `P` 7: it is not"),
     ],

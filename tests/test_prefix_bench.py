@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import types
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -31,6 +32,7 @@ from quantlab.lab.prefix_cache import prefix_cache_step
 from quantlab.lab.recipe import read_recipe, run_recipe
 from quantlab.lab.store import Store
 from quantlab.report.curves import tabulate_curves
+from quantlab.report.prefix_cache import _time
 from quantlab.report.render import markdown
 from quantlab.runtime.backend import Backend, Capacity
 from quantlab.runtime.clock import VirtualClock, WallClock
@@ -75,6 +77,7 @@ streams = st.lists(st.tuples(words, st.integers(1, 3)), min_size=1, max_size=20)
 
 
 @hypothesis.given(streams)
+@hypothesis.settings(max_examples=100, derandomize=True)
 def test_reusable_tokens_are_those_of_the_longest_common_prefix(prompts: list[np.ndarray]) -> None:
     for i, found in enumerate(reusable_tokens(prompts, prompts, 4)):
         longest = max((common_prefix(prompts[i].tolist(), p.tolist()) for p in prompts[:i]), default=0)
@@ -82,6 +85,7 @@ def test_reusable_tokens_are_those_of_the_longest_common_prefix(prompts: list[np
 
 
 @hypothesis.given(streams, st.integers(0, 3))
+@hypothesis.settings(max_examples=100, derandomize=True)
 def test_the_curve_rises_to_what_the_stream_allows(prompts: list[np.ndarray], prime: int) -> None:
     prime = min(prime, len(prompts) - 1)
     curve = budget_curve(prompts, prompts, 4, prime=prime)
@@ -190,6 +194,21 @@ def model(stories: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[B
     backend = LlamaCppBackend(path, Capacity(280, 12, 512, n_outputs=12), device="cpu", threads=1)
     yield backend
     backend.close()
+
+
+@pytest.mark.parametrize(
+    ("interval", "runtime", "says"),
+    [
+        ([0.02, 0.01, 0.03], "llama.cpp", "TTFT saved 20.0 ± 10.0 ms; its tokens"),
+        ([0.02, -0.01, 0.05], "llama.cpp", "TTFT saved is not distinguishable from none: 20 ± 30 ms; its tokens"),
+        ([0.02, None, None], "llama.cpp", "TTFT saved 20.0 ms, from too few repetitions to tell it from noise; its"),
+        ([0.02, None, None], "simulated", "TTFT saved 20.0 ms; its tokens at the prefill rate would save 30.0 ms"),
+    ],
+)
+def test_a_saving_is_told_as_far_as_it_is_known(interval: list[float | None], runtime: str, says: str) -> None:
+    details = {"ttft_saved_interval_s": interval, "ttft_saved_predicted_s": 0.03}
+    row = types.SimpleNamespace(details=details, runtime=types.SimpleNamespace(name=runtime))
+    assert _time(row).startswith(says)  # type: ignore[arg-type]
 
 
 def test_every_scenario_on_a_real_model(model: Backend) -> None:

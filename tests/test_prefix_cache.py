@@ -99,6 +99,9 @@ class Histories(RuleBasedStateMachine):
         if not files:
             return
         file, other = files[which % len(files)], files[(which + 1) % len(files)]
+        if how == "swap" and other.stat().st_size > file.stat().st_size:
+            # What grows a file breaks the budget by itself.
+            file, other = other, file
         data = file.read_bytes()
         place = which % len(data) if data else 0
         if how == "remove":
@@ -127,14 +130,14 @@ class Histories(RuleBasedStateMachine):
 
 
 TestHistories = Histories.TestCase
-TestHistories.settings = hypothesis.settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestHistories.settings = hypothesis.settings(max_examples=80, stateful_step_count=40, deadline=None, derandomize=True)
 
 
 @hypothesis.given(
     st.integers(0, 12),
     st.lists(st.tuples(st.sampled_from(["begin", "fill", "end"]), prompts, st.integers(0, 9)), max_size=60),
 )
-@hypothesis.settings(max_examples=300)
+@hypothesis.settings(max_examples=200, derandomize=True)
 def test_hits_and_evictions_are_those_of_the_model(most: int, steps: list[tuple[str, list[int], int]]) -> None:
     on = backend(40)
     cache, model = PrefixCache(on, budget_tokens=most * BLOCK, block_tokens=BLOCK), Model(most)
@@ -161,6 +164,7 @@ def test_hits_and_evictions_are_those_of_the_model(most: int, steps: list[tuple[
 
 
 @hypothesis.given(st.integers(0, 12), st.lists(prompts, max_size=30))
+@hypothesis.settings(max_examples=100, derandomize=True)
 def test_it_is_the_cache_of_a_simulated_replica(most: int, stream: list[list[int]]) -> None:
     on = backend(40)
     cache, other = PrefixCache(on, budget_tokens=most * BLOCK, block_tokens=BLOCK), PrefixBlocks(most * BLOCK, BLOCK)

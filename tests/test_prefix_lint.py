@@ -17,9 +17,11 @@ from quantlab.core.errors import QuantlabError, UsageError
 from quantlab.core.model import ModelFile
 from quantlab.core.result import Outcome
 from tests.prefix_logs import RULES, Log, clean, planted, text_of
+from tests.prefix_logs_held_out import held_out, log_text
 
 SEED = 0
 PLANTED, CLEAN = planted(Log(SEED)), clean(Log(SEED))
+HELD_OUT = held_out()
 
 
 def lint(folder: Path, lines: list[object]) -> Outcome:
@@ -57,6 +59,18 @@ def test_a_clean_log_has_no_findings(tmp_path: Path, name: str) -> None:
     outcome = lint(tmp_path, CLEAN[name])
     assert outcome.details["findings"] == []
     assert rates(outcome)[0] == rates(outcome)[1]
+
+
+@pytest.mark.parametrize("name", HELD_OUT)
+def test_logs_of_other_programs(tmp_path: Path, name: str) -> None:
+    causes, lines = HELD_OUT[name]
+    path = tmp_path / "log.jsonl"
+    path.write_text(log_text(lines))
+    outcome = run(LintSpec(ModelFile(str(path), "log", str(path), "0" * 64)))
+    assert {finding["cause"] for finding in outcome.details["findings"]} == causes
+    now, proposed = rates(outcome)
+    assert proposed > 0.7
+    assert (proposed > now + 0.03) == bool(causes)
 
 
 def test_one_request_has_no_findings(tmp_path: Path) -> None:

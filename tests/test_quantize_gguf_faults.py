@@ -17,6 +17,7 @@ import pytest
 from quantlab.core.errors import QuantlabError
 from quantlab.core.gguf_file import read_header
 from quantlab.core.progress import silent
+from quantlab.quantize import gguf as gguf_method
 from quantlab.quantize import methods
 from quantlab.quantize.artifact_check import find_fault
 from quantlab.quantize.spec import QuantizeSpec
@@ -71,6 +72,17 @@ def test_an_artifact_that_fails_its_check_is_kept_aside(tmp_path: Path) -> None:
     assert left == ["o.gguf.rejected", "o.gguf.rejected.txt"]
     assert "not finite" in (tmp_path / "out" / "o.gguf.rejected.txt").read_text()
     assert "o.gguf.rejected" in caught.value.hint
+
+
+def test_a_fault_is_told_where_the_disk_has_no_room_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise QuantlabError("no space", "")
+
+    monkeypatch.setattr(gguf_method, "write_text", full)
+    write_wide(tmp_path / "m.gguf", metadata={"llama.attention.head_count": 0})
+    with pytest.raises(QuantlabError, match=r"does not load `o\.gguf`"):
+        run(tmp_path / "m.gguf", tmp_path / "o.gguf", type="Q8_0")
+    assert (tmp_path / "o.gguf.rejected").is_file()
 
 
 def test_a_fault_names_the_artifact_and_not_its_passing_name(tmp_path: Path) -> None:
@@ -162,6 +174,7 @@ from pathlib import Path
 from quantlab.core.gguf_file import read_header
 from quantlab.core.model import ModelFile
 from quantlab.core.progress import silent
+from quantlab.quantize import gguf as gguf_method
 from quantlab.quantize import methods
 from quantlab.quantize.spec import QuantizeSpec
 from tests.tiny_gguf import model_file

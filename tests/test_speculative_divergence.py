@@ -40,7 +40,7 @@ class Child:
     def send(self, message: Any) -> None:
         self.sent.append(message)
         if "agreed" in message:
-            self.asked.append({"deviations": next(self.gaps)})
+            self.asked.append({"deviations": next(self.gaps), "moved": 0.02})
         else:
             assert message["filler"]
             self.asked.append(next(self.fillers))
@@ -61,7 +61,7 @@ def test_a_divergence_is_held_against_steps_of_its_shape_and_the_logits_where_it
     plain, fast = ran([1, 2, 3], [1, 5, 6], [7, 8, 9]), ran([1, 2, 3], [1, 6, 6], [7, 4])
     child = Child([ran([1, 2, 3], [1, 6, 6], [7, 8, 9])], [0.01, 0.3])
     found = Session(SPEC, child).divergence([Group("a", [0, 1, 2], {0: plain, 3: fast})], 3)
-    assert found == Divergence(3, natural=1 / 3, same_shape=2 / 3, widest_gap=0.3)
+    assert found == Divergence(3, natural=1 / 3, same_shape=2 / 3, widest_gap=0.3, moved=0.02)
     assert child.sent[0] == {"prompts": [0, 1, 2], "k": 3, "filler": True}
     assert [(m["prompt"], m["agreed"], m["tokens"]) for m in child.sent[1:]] == [(1, [1], (5, 6)), (2, [7], (8, 4))]
 
@@ -73,10 +73,15 @@ def test_the_adaptive_length_is_held_against_its_longest_draft() -> None:
 
 
 def test_rounding_is_told_from_a_fault() -> None:
-    (near,) = notices.of_divergence(Divergence(9, 0.2, 1.0, 0.004))
-    (far,) = notices.of_divergence(Divergence(9, 0.0, 0.5, 1.2))
+    (near,) = notices.of_divergence(Divergence(9, 0.2, 0.9, 0.004, 0.001))
+    (far,) = notices.of_divergence(Divergence(9, 0.0, 0.5, 1.2, 0.5))
     assert (near.code, far.code) == ("not-bit-stable", "output-differs")
-    assert "20.0% of the plain answers" in near.message
+    assert "20.0% of the plain answers" in near.message and "90.0% of the answers with drafts" in near.message
+    # Equal to plain decoding in steps of the same shape: whatever the logits of another shape say.
+    (same,) = notices.of_divergence(Divergence(9, 0.2, 1.0, 1.2, 0.1))
+    # Kernels that move logits this far explain it.
+    (coarse,) = notices.of_divergence(Divergence(9, 0.2, 0.9, 0.3, 0.2))
+    assert same.code == coarse.code == "not-bit-stable"
     assert not list(notices.of_divergence(None))
 
 
@@ -86,4 +91,11 @@ def test_the_gap_is_that_of_two_tokens_logits() -> None:
     row = target.table[2, 4].astype(np.float64)
     found = cell.gap(Part(0, [4], (1, 3)))
     assert found.deviations == pytest.approx(abs(row[1] - row[3]) / row.std(), rel=1e-5)
+    assert found.moved == 0
+    # A model whose longer steps round otherwise.
+    exact = target.forward
+    target.forward = lambda batch: exact(batch) * (1 + 0.01 * (len(batch.tokens) > 2))
+    coarse = cell.gap(Part(0, [4], (1, 3)))
+    assert coarse.deviations == found.deviations
+    assert coarse.moved == pytest.approx(0.01 * np.abs(row - row.mean()).max() / row.std(), rel=1e-3)
     assert target.length(0) == 0

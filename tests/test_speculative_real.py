@@ -23,7 +23,7 @@ from quantlab.engine.speculative import (
 from quantlab.runtime.backend import Backend, Capacity
 
 GREEDY = Sampling()
-N_PROMPTS, NEW, BATCH, N_CTX = 100, 24, 10, 64
+N_PROMPTS, NEW, BATCH, N_CTX = 100, 12, 10, 64
 CAPACITY = Capacity(n_ctx=N_CTX, n_seq=BATCH, n_batch=512)
 
 

@@ -65,6 +65,33 @@ def test_vllms_counters_are_read_since_the_start_of_the_run(tmp_path: Path) -> N
     assert "4.00 tokens" in [str(entry) for entry in table.rows[0]]
 
 
+def test_a_server_that_accepts_nothing_has_rates_of_zero(tmp_path: Path) -> None:
+    about = {"/v1/models": owned_by("vllm"), "/metrics": vllm_page(0, 0, (0, 0)), "/version": {"version": "1"}}
+
+    async def drafts(body: dict[str, Any], reply: Reply) -> None:
+        await good(body, reply)
+        server.about["/metrics"] = vllm_page(10, 20, (0, 0))
+
+    with FakeServer(drafts, about) as server:
+        (row,) = measured(server, tmp_path / "p")
+    assert (row.details["speculates"], row.details["accepted_of_drafted"]) == (True, 0.0)
+    assert row.measurements["acceptance_rate"].samples == [0.0]
+    assert row.measurements["mean_tokens_per_verify"].samples == [1.0]
+
+
+def test_requests_that_fail_are_told(tmp_path: Path) -> None:
+    async def fails_once(body: dict[str, Any], reply: Reply) -> None:
+        if body.get("messages", [{}])[0].get("content") == "b":
+            await reply.whole(500, {"error": {"message": "out of memory"}})
+        else:
+            await good(body, reply)
+
+    with FakeServer(fails_once) as server:
+        (row,) = measured(server, tmp_path / "p", batch="2")
+    assert (row.details["requests"], row.warnings[0].code) == (1, "unanswered")
+    assert "1 of 2 requests" in row.warnings[0].message
+
+
 def test_llama_server_tells_with_each_answer(tmp_path: Path) -> None:
     """9 tokens: the first is the prompt's, 5 more are accepted ones; so 3 verifies handed out 8 tokens."""
 

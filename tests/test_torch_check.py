@@ -268,6 +268,31 @@ def write_damaged(folder: Path, stories: Path) -> None:
     rewrite(folder, change)
 
 
+def held_beside_the_parent(check: Callable[[], object]) -> int:
+    """In a child: how many Linear modules are still in memory when the check turns from the artifact to the parent."""
+    import gc
+
+    import torch
+
+    from quantlab.quantize.torch_check import _Comparison
+
+    def held() -> int:
+        return sum(isinstance(each, torch.nn.Linear) for each in gc.get_objects())
+
+    measure, found = _Comparison._measure, []
+    gc.collect()
+    before = held()
+
+    def count_and_measure(self: Any, *args: Any) -> None:
+        found.append(held() - before)
+        measure(self, *args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_Comparison, "_measure", count_and_measure)
+        check()
+    return found[0]
+
+
 def check_all(spec: dict[str, Any], channel: Channel) -> dict[str, Checked]:
     """In a child: write all good artifacts, plant the garbage in copies of them, check all."""
     import torch
@@ -299,6 +324,9 @@ def check_all(spec: dict[str, Any], channel: Channel) -> dict[str, Checked]:
     for name, (parent, options) in GOOD.items():
         write(folder / f"{name}.good", folder / f"{name}.probe", parents[parent], options)
         results[name] = check(folder / f"{name}.good", name)
+    # A count travels as one.
+    held = held_beside_the_parent(lambda: check(folder / "stories-compressed.good", "stories-compressed"))
+    results["held"] = Checked(peak_process_bytes=held)
     for name, (base, plant, _) in GARBAGE.items() if spec["device"] == "cpu" else ():
         artifact = folder / name
         shutil.copytree(folder / f"{base}.good", artifact)
@@ -376,6 +404,10 @@ def test_calibrated_codes_that_are_plain_rounding_get_a_warning(results: dict[st
     for name in GOOD:
         said = [notice.code for notice in results[name].notices]
         assert ("not-better-than-rounding" in said) == ("gptq" in name or "awq" in name)
+
+
+def test_the_artifact_is_gone_from_memory_when_its_parent_is_loaded(results: dict[str, Checked]) -> None:
+    assert results["held"].peak_process_bytes == 0
 
 
 def test_the_verdict_on_calibration_is_paired() -> None:

@@ -26,15 +26,15 @@ def ending_in_order(said: str) -> Iterator[None]:
     def end(number: int, frame: FrameType | None) -> None:
         nonlocal received
         received = signal.Signals(number)
-        # `timeout` sends it twice; the second one would cut short what the first one began.
-        for other in before:
-            signal.signal(other, signal.SIG_IGN)
+        # `timeout` sends it twice; the second one would cut short what the first one began, up to the exit code.
+        while before:
+            signal.signal(before.pop(), signal.SIG_IGN)
         raise KeyboardInterrupt
 
     before = [number for number in _OTHERS if signal.getsignal(number) == signal.SIG_DFL]
-    for number in before:
-        signal.signal(number, end)
     try:
+        for number in before:
+            signal.signal(number, end)
         yield
     except KeyboardInterrupt as interrupt:
         warn(said)

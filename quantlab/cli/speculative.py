@@ -91,7 +91,7 @@ def train(
     ] = None,
     calib_samples: Annotated[int | None, typer.Option(help="Windows. [default: 256]")] = None,
     calib_length: Annotated[
-        int | None, typer.Option(help="Tokens of a window; half are the target's own. [default: 128]")
+        int | None, typer.Option(help="Tokens of a window; an eighth is text. [default: 128]")
     ] = None,
     heads: Annotated[int | None, typer.Option("--heads", help="Tokens drafted in a row. [default: 4]")] = None,
     epochs: Annotated[int | None, typer.Option("--epochs", help="Passes over the windows. [default: 6]")] = None,

@@ -148,7 +148,7 @@ def written_folder(path: Path, *, replace: bool = False) -> Iterator[Path]:
         if old.exists() and not path.exists():
             old.rename(path)
         for folder in (temporary, old):
-            shutil.rmtree(folder, ignore_errors=True)
+            _remove(folder)
 
 
 def flush_folder(folder: Path) -> None:
@@ -187,11 +187,18 @@ def _remove_stale(path: Path) -> bool:
         elif found[2] == _OLD and not path.exists():
             # Killed between the two renames of `written_folder`.
             stale.rename(path)
-        elif stale.is_dir():
-            shutil.rmtree(stale, ignore_errors=True)
         else:
-            stale.unlink(missing_ok=True)
+            _remove(stale)
     return busy
+
+
+def _remove(path: Path) -> None:
+    """Remove a temporary as far as that can be done; of a link that stood in the place of a folder the link alone."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with contextlib.suppress(OSError):
+            path.unlink(missing_ok=True)
 
 
 def _writes(pid: int, temporary: Path) -> bool:

@@ -13,7 +13,7 @@ def of_models(names: tuple[str, str], model: ModelInfo, parent: ModelInfo) -> li
         return []
     recorded = made_from(model, parent)
     if recorded is False:
-        why = f"`{own}` was made from `{model.parent}` by its record, and `{other}` is another model"
+        why = f"`{own}` was made from `{model.parent}` by its record, and `{other}` is not that model"
     elif recorded is None and not as_many_weights(model, parent):
         millions = [f"{n_weights(info) / 1e6:.3g}" for info in (model, parent)]
         why = f"`{own}` has {millions[0]} million weights, `{other}` {millions[1]}: it is not its parent"

@@ -36,7 +36,8 @@ def prefix_cache_step(model: ModelFile, options: Options) -> Step:
             # YAML takes 1e12 for a text.
             (options[of_spec],) = parse_numbers(str(options.pop(name)), f"--{name}")
     asked(options)
-    dropped = {"runtime"} if Path(model.path).is_dir() else {"runtime", "dtype"}
+    # A GGUF file's types are its own; of an endpoint the spec refuses them.
+    dropped = {"runtime", "dtype"} if Path(model.path).is_file() else {"runtime"}
     spec = make_spec(PrefixCacheSpec, {"model": model, **{n: v for n, v in options.items() if n not in dropped}})
     spec.check_heeded(given)
     return Step("prefix-cache", spec)

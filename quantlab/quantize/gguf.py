@@ -193,7 +193,9 @@ def _reject(temporary: Path, out: Path, fault: str) -> QuantlabError:
     rejected = out.with_name(out.name + ".rejected")
     fault = fault.replace(temporary.name, out.name)
     temporary.replace(rejected)
-    write_text(rejected.with_name(rejected.name + ".txt"), fault + "\n")
+    # Where the disk is full, the error alone tells the reason.
+    with contextlib.suppress(QuantlabError):
+        write_text(rejected.with_name(rejected.name + ".txt"), fault + "\n")
     return QuantlabError(
         f"the artifact failed its check: {fault}", f"it is kept as `{rejected}`; try another type, or check the model"
     )

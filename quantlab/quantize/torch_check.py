@@ -6,6 +6,7 @@ parent does (torch_speech.py), and be what its config.json says (torch_schema.py
 
 from __future__ import annotations
 
+import gc
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -157,6 +158,8 @@ class _Comparison:
             return fault
         own = keep_logits(model, windows, self.scratch / "artifact")
         del model
+        # Modules of the libraries know each other in circles.
+        gc.collect()
         self.stages.end("artifact")
         self.channel.progress("check", 1, 3)
         self._measure(windows, own)

@@ -55,8 +55,7 @@ class Artifact:
     """All that is known of one model content; of several Results of one kind and setting the newest.
 
     What torch computed in two dtypes is two artifacts. `divergence` holds the newest ppl Results that were measured
-    against a parent. `runtime` is what measured it, its speed where that was
-    measured; None where nothing was.
+    against a parent. `runtime` is what measured it, its speed where that was measured; None where nothing was.
     """
 
     label: str

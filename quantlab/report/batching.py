@@ -118,13 +118,11 @@ def _theory(d: dict[str, Any]) -> str:
     within = [words for model, words in (("mm1", "M/M/1"), ("mg1", "M/G/1")) if d.get(f"{model}_holds")]
     said = [f"{' and '.join(within)} within the interval"] if within else []
     beyond = [words for words, assumptions in broken.items() if assumptions]
-    unexplained = [
-        words for model, words in (("mm1", "M/M/1"), ("mg1", "M/G/1"))
-        if d.get(f"{model}_holds") is False and not broken[words]
-    ]  # fmt: skip
+    unexplained = [words for words, model in (("M/M/1", "mm1"), ("M/G/1", "mg1"))
+                   if d.get(f"{model}_holds") is False and not broken[words]]  # fmt: skip
     if unexplained:
         said.append(
-            f"{' and '.join(unexplained)} beyond it, and no assumption is seen to be broken: one in 20 is by chance"
+            f"{' and '.join(unexplained)} beyond the interval without a broken assumption (by chance one in 20 is)"
         )
     if beyond:
         assumptions = dict.fromkeys(assumption for words in beyond for assumption in broken[words])
@@ -281,7 +279,11 @@ def _capacity(rows: list[Result]) -> str | None:
             told = f"taken to serve {most} at once, `--max-num-seqs`" if server else f"up to {most} sequences at once"
             if (replicas := result.details.get("replicas", 1)) > 1:
                 told += f" on each of {replicas} replicas, {result.spec['router']}"
-            return f"capacity {mu:.3g} requests per second ({told}): all requests at once, until the queue is empty"
+            host = result.details.get("overhead_share")
+            own = f"; the engine's own work takes {units.percent(host, digits=2)} of the device's time" if host else ""
+            return (
+                f"capacity {mu:.3g} requests per second ({told}): all requests at once, until the queue is empty{own}"
+            )
     return None
 
 

@@ -13,6 +13,7 @@ from quantlab.report.prefix_lint import lint_table
 from quantlab.report.table import Entry, Head, Table
 
 _SHOWN_CHARACTERS = 60
+_COUNTED = "the hit rate is as the server counts it; a server does not tell its KV bytes"
 
 
 def tabulate_prefix_cache(results: Sequence[Result]) -> list[Table]:
@@ -46,27 +47,33 @@ def _streams(rows: list[Result]) -> Table:
                 Entry(printable(d["scenario"])),
                 Entry(str(d["requests"])),
                 Entry(f"{d['prompt_tokens_mean']:.0f}"),
-                Entry(_share(m["hit_rate"])),
+                Entry(_share(m["hit_rate"]) if "hit_rate" in m else "not told"),
                 Entry(units.percent(d["expected_hit_rate"])),
                 Entry(_milliseconds(m["ttft_cold"])),
                 Entry(_milliseconds(m["ttft_warm"])),
                 Entry(_ratio(d["ttft_ratio_interval"])),
-                Entry(f"{median(m['prefill_tokens_saved'].samples):.0f}"),
-                Entry(units.size(m["kv_bytes_saved"].samples[0])),
-                Entry(f"{d['same_answers']} of {d['answers']}"),
+                Entry(f"{median(saved.samples):.0f}" if (saved := m.get("prefill_tokens_saved")) else ""),
+                Entry(units.size(kv.samples[0]) if (kv := m.get("kv_bytes_saved")) else ""),
+                Entry(f"{d['same_answers']} of {d['answers']}" if "answers" in d else ""),
             ]
         )
-        verdicts.append((printable(d["scenario"]), "; ".join([_time(d), *map(_miss, d["misses"][:3])])))
+        verdicts.append((printable(d["scenario"]), "; ".join([_time(row), *map(_miss, d["misses"][:3])])))
     notes = [
         "hit rate is tokens found / tokens asked, of the measured requests, after the first ones have filled the cache",
         "in theory: what the prompts themselves allow, with a cache of any size",
         "TTFT of requests that come one by one, geometric means of the repetitions; cold: the cache is emptied before "
         "each request",
+    ]
+    notes.append(_sharing(rows) if "sharing" in rows[0].details else _COUNTED)
+    return _table(rows[0], "prefix cache", heads, body, verdicts=verdicts, notes=notes)
+
+
+def _sharing(rows: list[Result]) -> str:
+    return (
         f"KV saved by sharing: of {max(row.details['sharing']['prompts'] for row in rows)} prompts held at once; a "
         f"shared token has {_bytes_a_token(rows, 'kv_bytes')} bytes, and sharing it added "
-        f"{_bytes_a_token(rows, 'added_bytes')}",
-    ]
-    return _table(rows[0], "prefix cache", heads, body, verdicts=verdicts, notes=notes)
+        f"{_bytes_a_token(rows, 'added_bytes')}"
+    )
 
 
 def _bytes_a_token(rows: list[Result], name: str) -> str:
@@ -75,12 +82,21 @@ def _bytes_a_token(rows: list[Result], name: str) -> str:
     return f"{sum(row.details['agreement'][name] for row in rows) / tokens:.3g}" if tokens else "no"
 
 
-def _time(d: dict[str, Any]) -> str:
+def _time(row: Result) -> str:
+    """What hits save of TTFT, as far as repetitions tell it apart from nothing."""
+    d = row.details
     saved, low, high = d["ttft_saved_interval_s"]
-    half = None if low is None or high is None else (high - low) / 2
-    said = f"TTFT saved {units.milliseconds(saved, half)}, its tokens at the prefill rate would save "
-    said += units.milliseconds(d["ttft_saved_predicted_s"])
-    return said + (f" ({d['saving_missed']})" if d["saving_missed"] else "")
+    if low is None or high is None:
+        said = f"TTFT saved {units.milliseconds(saved)}"
+        if row.runtime is not None and row.runtime.name != "simulated":
+            said += ", from too few repetitions to tell it from noise"
+    elif low <= 0 <= high:
+        said = f"TTFT saved is not distinguishable from none: {units.milliseconds(saved, (high - low) / 2)}"
+    else:
+        said = f"TTFT saved {units.milliseconds(saved, (high - low) / 2)}"
+    if (predicted := d["ttft_saved_predicted_s"]) is not None:
+        said += f"; its tokens at the prefill rate would save {units.milliseconds(predicted)}"
+    return said
 
 
 def _miss(miss: dict[str, Any]) -> str:

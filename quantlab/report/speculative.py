@@ -72,7 +72,8 @@ def _trained(rows: list[Result]) -> Table:
             ]
         )
     notes = [
-        "agreement is the share of held-out places where the draft is the target's own choice, while all before it was",
+        "agreement is the share of places in greedy answers held out where the draft is the target's own choice, while "
+        "all before it was",
         *_warnings(rows),
     ]
     return _table("heads trained", heads, body, keys=1, verdicts=[], notes=notes)

@@ -81,8 +81,8 @@ class StepModel(msgspec.Struct, frozen=True):
 
     def slower(self, factor: float) -> StepModel:
         """The same model with every step `factor` times as long."""
-        *terms, batch_s = msgspec.structs.astuple(self)
-        return StepModel(*(factor * term for term in terms), tuple(factor * value for value in batch_s))
+        terms = {name: factor * value for name, value in msgspec.structs.asdict(self).items() if name != "batch_s"}
+        return StepModel(**terms, batch_s=tuple(factor * value for value in self.batch_s))
 
     def batch(self, seqs: int) -> float:
         """What a step costs for `seqs` decoding sequences, before prefill and context."""

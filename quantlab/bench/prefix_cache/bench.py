@@ -9,6 +9,7 @@ import contextlib
 import uuid
 from collections.abc import Iterator
 
+from quantlab.bench.prefix_cache import server
 from quantlab.bench.prefix_cache.lint.run import LintSpec
 from quantlab.bench.prefix_cache.lint.run import run as lint
 from quantlab.bench.prefix_cache.notices import of_row
@@ -27,6 +28,9 @@ def run(spec: PrefixCacheSpec | LintSpec, progress: Progress = silent) -> Iterat
     """
     if isinstance(spec, LintSpec):
         yield lint(spec, progress)
+        return
+    if spec.endpoint:
+        yield from server.run(spec, progress)
         return
     info = model_info(spec.model)
     with contextlib.ExitStack() as stack:

@@ -14,7 +14,7 @@ from quantlab.bench.prefix_cache.theory import budget_curve, hit_rate, reusable_
 from quantlab.bench.prefix_cache.tiers import TierPoint, break_even
 from quantlab.bench.prefix_cache.why import Miss, misses
 from quantlab.core.result import Measurement, Notice
-from quantlab.core.statistics import Interval, mean_interval, median, paired_ratio
+from quantlab.core.statistics import mean_interval, median, paired_ratio
 from quantlab.runtime.backend import Tokens
 
 Decode = Callable[[Sequence[int]], str]
@@ -71,7 +71,7 @@ def stream_row(
         "requests": size,
         "prompt_tokens_mean": sum(map(len, measured)) / size,
         "cached_tokens": found[0],
-        **_in_theory(stream, left, passes, block_tokens=block_tokens),
+        **in_theory(stream, left, passes, block_tokens=block_tokens),
         "same_answers": sum(
             a.tokens == b.tokens
             for c, w in zip(passes.cold, passes.warm, strict=True)
@@ -80,12 +80,12 @@ def stream_row(
         "answers": size * len(passes.cold),
         "agreement": msgspec.to_builtins(agreement),
         "sharing": msgspec.to_builtins(sharing),
-        "misses": _told(stream.prompts, decode, block_tokens),
+        "misses": told(stream.prompts, decode, block_tokens),
     }
     return Row("scenario", measurements, details)
 
 
-def _in_theory(stream: Stream, left: list[Tokens], passes: Passes, *, block_tokens: int) -> dict[str, Any]:
+def in_theory(stream: Stream, left: list[Tokens], passes: Passes, *, block_tokens: int) -> dict[str, Any]:
     """Hit rate without a limit, over budgets, and the TTFT that hits should save beside what they save."""
     measured = stream.prompts[stream.prime :]
     size = len(measured)
@@ -105,20 +105,10 @@ def _in_theory(stream: Stream, left: list[Tokens], passes: Passes, *, block_toke
         "ttft_ratio_interval": list(paired_ratio(ratio_warm, ratio_cold)),
         "ttft_saved_interval_s": list(mean_interval(saved)),
         "ttft_saved_predicted_s": sum(predicted) / len(predicted),
-        "saving_missed": _missing(mean_interval(saved), sum(predicted) / len(predicted)),
     }
 
 
-def _missing(saved: Interval, predicted: float) -> str | None:
-    """Which assumption of `saved = tokens x time per token` does not hold; None where it lies within the interval."""
-    if saved.low is None or saved.high is None or saved.low <= predicted <= saved.high:
-        return None
-    if saved.estimate < predicted:
-        return "a step has a cost that does not shrink with its tokens: it reads all weights"
-    return "later tokens cost more than earlier ones: attention, or a step that its tokens do not fill"
-
-
-def _told(prompts: list[Tokens], decode: Decode, block_tokens: int) -> list[dict[str, Any]]:
+def told(prompts: list[Tokens], decode: Decode, block_tokens: int) -> list[dict[str, Any]]:
     """The differences that cost most, each kind of place once, with their text."""
     lists = [prompt.tolist() for prompt in prompts]
     total = sum(map(len, lists))

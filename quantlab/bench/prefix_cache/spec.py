@@ -99,6 +99,8 @@ class PrefixCacheSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def check_heeded(self, given: Iterable[str]) -> None:
         """Raise UsageError for an option of `given` that changes nothing here."""
+        if self.endpoint:
+            self._check_endpoint(given)
         of_text = [name for name in ("prefix_tokens", "suffix_tokens") if name in given]
         if self.trace is not None and of_text:
             raise UsageError(
@@ -109,6 +111,19 @@ class PrefixCacheSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         of_runs = [name for name in ("repeats", "warmup") if name in given]
         if self.bandwidth_bytes_per_s is not None and of_runs:
             raise UsageError(f"`--{of_runs[0]}` changes nothing here: virtual time repeats itself", "leave it out")
+
+    def _check_endpoint(self, given: Iterable[str]) -> None:
+        if self.trace is not None:
+            raise UsageError(
+                "a trace has token ids of its own, and an endpoint's vocabulary is not known",
+                "give the model's files, or `--scenario`",
+            )
+        of_files = [name for name in ("budget", "budget_bytes", "tiers", "threads") if name in given]
+        of_files += [name for name in ("device", "dtype") if getattr(self, name) != "auto"]
+        if of_files:
+            raise UsageError(
+                f"`--{of_files[0]}` changes nothing at an endpoint: its server has its own", "leave it out"
+            )
 
     def chosen(self) -> tuple[str, ...]:
         """The scenarios that run, in their order; of a trace the one that it is."""

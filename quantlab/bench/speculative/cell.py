@@ -101,9 +101,13 @@ class Part(msgspec.Struct, frozen=True):
 
 
 class Gap(msgspec.Struct, frozen=True):
-    """How far apart the logits of two tokens are, in standard deviations of all."""
+    """How far apart the logits of two tokens are in steps of one token, in standard deviations of all.
+
+    `moved` is the most that a logit changes, in the same unit, where the text is computed at once instead.
+    """
 
     deviations: float
+    moved: float
 
 
 def work(job_json: object, channel: Channel) -> None:
@@ -226,7 +230,7 @@ class _Cell:
         spec = self._spec
         sampling = Sampling(temperature=spec.temperature, seed=spec.seed)
         requests = [
-            # The number of a prompt is its request: whatever it is decoded beside, it draws the same.
+            # Every way of decoding a group draws the same; a prompt that is in it twice draws twice.
             Request(
                 i * 1_000_003 + number, self._prompts[number], new_tokens, ignore_eos=spec.ignore_eos, sampling=sampling
             )
@@ -237,10 +241,16 @@ class _Cell:
 
     def gap(self, part: Part) -> Gap:
         """How near two answers were where they part."""
-        text = [*self._prompts[part.prompt].tolist(), *part.agreed]
-        try:
-            row = feed(self._target, [(0, text)])[0]
-            one, other = part.tokens
-            return Gap(float(abs(row[one] - row[other]) / row.std()))
-        finally:
-            self._target.release(0)
+        prompt = self._prompts[part.prompt].tolist()
+        rows = []
+        for pieces in ([prompt, *([token] for token in part.agreed)], [[*prompt, *part.agreed]]):
+            try:
+                for piece in pieces:
+                    row = feed(self._target, [(0, piece)])[0]
+                rows.append(row.astype(np.float64))
+            finally:
+                self._target.release(0)
+        plain, at_once = (row - row.mean() for row in rows)
+        one, other = part.tokens
+        apart, moved = abs(plain[one] - plain[other]), np.abs(plain - at_once).max()
+        return Gap(float(apart / plain.std()), float(moved / plain.std()))

@@ -30,7 +30,7 @@ class HeadsSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Heads to train for a folder that torch runs.
 
     The target answers `calib_samples` beginnings of the texts `calib` (names of sets or paths, each taken whole); a
-    window of `calib_length` tokens is half text, half answer. `heads` tokens are drafted in a row, of the
+    window of `calib_length` tokens is an eighth text, the rest answer. `heads` tokens are drafted in a row, of the
     `draft_vocab` most frequent ids of the windows.
     """
 
@@ -74,7 +74,7 @@ class HeadsSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def train(spec: HeadsSpec, progress: Progress = silent) -> Outcome:
-    """Write the heads; `agreement` is how often they say what the target says, on windows that were held out.
+    """Write the heads; `agreement` is how often they say what the target says, in greedy answers held out.
 
     Raises QuantlabError before any work where the output exists or torch is missing.
     """
@@ -114,9 +114,7 @@ def train(spec: HeadsSpec, progress: Progress = silent) -> Outcome:
             "complete": True,
             "out": spec.out,
             "method": spec.method,
-            **{
-                name: trained[name] for name in ("loss", "tokens", "draft_ids", "parameters", "answers_s", "training_s")
-            },
+            **{name: trained[name] for name in _TOLD},
             "calibration_sha256": {text.name: text.sha256 for text in texts},
         },
     )

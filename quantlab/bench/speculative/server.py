@@ -81,7 +81,8 @@ def run(spec: SpeculativeSpec, progress: Progress) -> Iterator[Outcome]:
                 answers.append(_sent(server, [prompts[i] for i in numbers], spec))
                 done += 1
                 progress(f"batch {batch}, {category}", done, total)
-            details = {"part": "server", "session": session, "row": row, "batch": batch}
+            asked = sum(len(numbers) for _, numbers in groups_of(categories, batch))
+            details = {"part": "server", "session": session, "row": row, "batch": batch, "asked": asked}
             details["complete"] = batch == spec.batches()[-1]
             yield _outcome(spec, server, answers, details)
     finally:
@@ -141,22 +142,26 @@ def _outcome(
         model=ModelInfo(spec.model.source, "endpoint", "none", 0, 0.0, {}),
         runtime=info.runtime,
         measurements={name: Measurement(*m) for name, m in samples.items() if m[2]},  # type: ignore[arg-type]
-        warnings=list(_notices(speculates, info.has_counters, gauge)),
+        warnings=[*_unanswered(details["asked"], len(whole)), *_notices(speculates, info.has_counters, gauge)],
         details={
             **details,
             "speculates": speculates,
             "drafts": found.drafts,
             "draft_tokens": found.draft_tokens,
             "accepted": found.accepted,
-            "accepted_of_drafted": found.accepted / found.draft_tokens
-            if found.draft_tokens and found.accepted
-            else None,
+            "accepted_of_drafted": found.accepted_of_drafted,
             "draft_length": length,
             "expected_tokens_per_verify": expected,
             "requests": len(whole),
             "new_tokens": int(np.sum([len(g.times_s) for g in whole])),
         },
     )
+
+
+def _unanswered(asked: int, answered: int) -> Iterator[Notice]:
+    if answered < asked:
+        text = f"{asked - answered} of {asked} requests were refused or failed, and are not in these numbers"
+        yield Notice("unanswered", text, "see the server's log")
 
 
 def _notices(speculates: bool | None, has_counters: bool, gauge: float | None) -> Iterator[Notice]:

@@ -28,13 +28,15 @@ class Divergence(msgspec.Struct, frozen=True):
 
     `natural` is the share of prompts whose plain answer changes when every step has the shape of a verify, without
     any draft that stands; `same_shape` the share that is equal to that answer. `widest_gap`: where answers part, the
-    distance of the two tokens' logits under plain decoding, in standard deviations of all logits.
+    distance of the two tokens' logits under plain decoding, in standard deviations of all logits; `moved`: the most
+    that a logit changes there with the shape of the steps alone.
     """
 
     prompts: int
     natural: float
     same_shape: float
     widest_gap: float
+    moved: float
 
 
 class Session:
@@ -69,7 +71,7 @@ class Session:
         shape = max(self.spec.k) if k == ADAPTIVE else k
         natural: dict[int, bool] = {}
         alike: dict[int, bool] = {}
-        gaps: list[float] = []
+        gaps: list[Gap] = []
         for group in groups:
             filled = msgspec.convert(self._ask(Run(group.prompts, shape, filler=True)), Ran)
             plain, fast = group.runs[0].answers, group.runs[k].answers
@@ -77,9 +79,9 @@ class Session:
                 natural[prompt] = a.tokens != c.tokens
                 alike[prompt] = b.tokens == c.tokens
                 if a.tokens != b.tokens and len(gaps) < _MOST_GAPS:
-                    gaps.append(msgspec.convert(self._ask(_parting(prompt, a.tokens, b.tokens)), Gap).deviations)
-        n = len(same)
-        return Divergence(n, sum(natural.values()) / n, sum(alike.values()) / n, max(gaps))
+                    gaps.append(msgspec.convert(self._ask(_parting(prompt, a.tokens, b.tokens)), Gap))
+        n, widest, moved = len(same), max(gap.deviations for gap in gaps), max(gap.moved for gap in gaps)
+        return Divergence(n, sum(natural.values()) / n, sum(alike.values()) / n, widest, moved)
 
     def _ask(self, message: Any) -> Any:
         self._worker.send(msgspec.to_builtins(message))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import os
+import re
 import shutil
 import sys
 import tempfile
@@ -68,11 +69,14 @@ def state(engine: Engine) -> State:
 def add(engine: Engine, *, offline: bool = False, force: bool = False, progress: Progress = silent) -> Path:
     """Build the engine's own environment with pip, as the user configured it; its Python.
 
-    One that is whole is kept, unless `force`, and then too where the new one fails; another one is cleared first.
-    Raises QuantlabError where a package cannot be had or does not work.
+    None is built where this environment has the tested versions: it would not be used. One that is whole is kept,
+    unless `force`, and then too where the new one fails; another one is cleared first. Raises QuantlabError where a
+    package cannot be had or does not work.
     """
     if offline:
         raise UsageError(f"`engines add {engine.name}` downloads packages", "leave out `--offline`")
+    if not _differs(engine, sys.path):
+        return Path(sys.executable)
     folder = _folder(engine)
     before = folder.with_name(f"{folder.name}.before")
     with locked(folder.parent / f"{engine.name}.lock"):
@@ -167,8 +171,10 @@ def _run(engine: Engine, command: list[str]) -> None:
     what = f"`{engine.name}` cannot be installed"
     # pip itself ends with the words of an index that has no such package.
     if broken := [line.partition(_BROKEN)[2] for line in said if _BROKEN in line]:
+        # Without the addresses of Python's objects.
+        reason = re.sub(r"<[^>]*>: ", "", broken[-1])
         raise QuantlabError(
-            f"{what}: the package index that pip uses does not answer: {broken[-1]}",
+            f"{what}: the package index that pip uses does not answer: {reason}",
             "check the network, then run again",
         )
     errors = [line for line in said if line.startswith("ERROR")] or said or [f"it ended with code {code}"]

@@ -1,6 +1,7 @@
 """What heads learn from: the target's own answers to beginnings of calibration text, with its hidden states.
 
-A head drafts what the target says, so it must see what the target says: half of each window is its own.
+A head drafts what the target says, so it must see what the target says. Half of the windows are answered greedily, as
+most targets are asked, the others are sampled.
 """
 
 from __future__ import annotations
@@ -15,15 +16,18 @@ from quantlab.core.errors import UsageError
 from quantlab.runtime.backend import Batch, Tokens
 from quantlab.runtime.torch.hidden import HiddenBackend
 
-# Less than this is text that others have said, more is greedy text, which repeats itself.
 _TEMPERATURE = 0.7
 
 
 class Windows(NamedTuple):
-    """`tokens` int64 (windows, length), `hidden` (windows, length, hidden size) of each: both on the CPU."""
+    """`tokens` int64 (windows, length), `hidden` (windows, length, hidden size) of each: both on the CPU.
+
+    From token `begun` on they are the target's own; the first half of the windows is greedy.
+    """
 
     tokens: torch.Tensor
     hidden: torch.Tensor
+    begun: int
 
 
 def beginnings(ids: Tokens, bos: int | None, count: int, length: int, seed: int) -> Tokens:
@@ -46,11 +50,13 @@ def answered(
     """Let the target continue each prompt to `length` tokens, as many at once as it has sequences."""
     generator = torch.Generator().manual_seed(seed)
     n_seq = backend.describe().capacity.n_seq
+    n_greedy = len(prompts) // 2
     tokens = torch.zeros(len(prompts), length, dtype=torch.long)
     hidden: torch.Tensor | None = None
     for first in range(0, len(prompts), n_seq):
         part = prompts[first : first + n_seq]
         n, begun = part.shape
+        greedy = torch.arange(first, first + n) < n_greedy
         backend.reset()
         text = torch.zeros(n, length, dtype=torch.long)
         text[:, :begun] = torch.from_numpy(part)
@@ -62,12 +68,13 @@ def answered(
             hidden[first : first + n, at - fed.shape[1] : at] = states
             if at < length:
                 chances = torch.softmax(rows / _TEMPERATURE, dim=-1)
-                text[:, at] = torch.multinomial(chances, 1, generator=generator)[:, 0]
+                drawn = torch.multinomial(chances, 1, generator=generator)[:, 0]
+                text[:, at] = torch.where(greedy, rows.argmax(-1), drawn)
             advance((first + n * (at - begun) / (length - begun)) / len(prompts))
         tokens[first : first + n] = text
     backend.reset()
     assert hidden is not None
-    return Windows(tokens, hidden)
+    return Windows(tokens, hidden, prompts.shape[1])
 
 
 def _step(backend: HiddenBackend, tokens: Tokens) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,7 +1,8 @@
 """Train Medusa heads or an EAGLE layer for a target that stays as it is, in a child process.
 
-What is learnt is the target's own distribution (Hinton, G., et al. 2015, distillation), not the text's next token; for
-EAGLE its hidden states too. Windows that were held out tell how often a head would have been accepted.
+All learn from the target's own answers (head_data.py): Medusa their tokens, as the paper has it; EAGLE the target's
+hidden states and distributions there (Hinton, G., et al. 2015, distillation). Greedy answers that were held out tell
+how often a draft would have been accepted.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from quantlab.runtime.torch.hidden import HiddenBackend
 from quantlab.runtime.worker import Channel
 
 _HELD_OUT = 0.1
-_SEQUENCES = 16
+_SEQUENCES = 32
 # Positions of a step of Medusa, windows of a step of EAGLE.
 _POSITIONS, _WINDOWS = 256, 4
 _LEARNING_RATE = 2e-3
@@ -35,8 +36,12 @@ _WARM_UP_STEPS = 20
 _FADES = 0.8
 # EAGLE's states drift when it reads its own: it learns from disturbed ones.
 _NOISE = 0.1
+# What cross entropy passes over: tokens that are not drafted.
+_NO_PLACE = -100
 # Of held-out windows every so many places are drafted at.
 _STRIDE = 4
+# This part of a window is text to begin from.
+_BEGINNING = 1 / 8
 
 
 class Job(msgspec.Struct, frozen=True):
@@ -60,7 +65,7 @@ class Job(msgspec.Struct, frozen=True):
 
 
 class Trained(msgspec.Struct, frozen=True):
-    """`agreement`: of each draft position the share of held-out tokens that are the target's own choice, greedily."""
+    """`agreement`: of each draft position the share that is the target's choice, in greedy answers held out."""
 
     runtime: RuntimeInfo
     agreement: list[float]
@@ -87,7 +92,8 @@ def work(job_json: object, channel: Channel) -> Trained:
         )
     began = time.perf_counter()
     bos = loaded.bos if loaded.adds_bos else None
-    prompts = beginnings(backend.encode(job.text), bos, job.windows, job.length // 2, job.seed)
+    begun = max(2, round(_BEGINNING * job.length))
+    prompts = beginnings(backend.encode(job.text), bos, job.windows, begun, job.seed)
     windows = answered(backend, prompts, job.length, job.seed, lambda done: channel.progress("answers", done, 1))
     answers_s = time.perf_counter() - began
     trainer = _Trainer(job, backend, windows)
@@ -119,10 +125,14 @@ class _Trainer:
         self._scale = float(windows.hidden.pow(2).mean().sqrt())
         # Of hidden states of size one.
         self._output = weight[self.ids] * self._scale
+        # The first windows are greedy.
         n_held = max(1, round(_HELD_OUT * len(windows.tokens)))
         self._tokens, self._hidden = windows.tokens[n_held:], windows.hidden[n_held:] / self._scale
-        self._held = Windows(windows.tokens[:n_held], windows.hidden[:n_held] / self._scale)
+        self._held = Windows(windows.tokens[:n_held], windows.hidden[:n_held] / self._scale, windows.begun)
         self._n_vocab, hidden_size = weight.shape
+        # Of each token its place among the drafted ids.
+        self._place = torch.full((self._n_vocab,), _NO_PLACE)
+        self._place[self.ids] = torch.arange(len(self.ids))
         self._bare = heads.HeadsRecord(
             job.method, job.target, job.target_sha256, hidden_size, self._n_vocab, job.heads, self._scale
         )
@@ -155,16 +165,16 @@ class _Trainer:
         return losses
 
     def _medusa_loss(self, places: torch.Tensor) -> torch.Tensor:
-        """Head i at a position against the target's distribution i + 1 positions later."""
+        """Head i at a position against the token i + 2 positions later: the next one is the target's own to say."""
         length = self._tokens.shape[1]
         window, at = places // length, places % length
-        later = at[:, None] + 1 + torch.arange(self._job.heads)
-        inside = later < length
+        later = at[:, None] + 2 + torch.arange(self._job.heads)
+        goal = self._place[self._tokens[window[:, None], later.clamp(max=length - 1)]]
+        goal = goal.masked_fill((later >= length) | (later < self._held.begun), _NO_PLACE)
         made = self.module(self._hidden[window, at]) @ self._output.T
-        goal = self._hidden[window[:, None], later.clamp(max=length - 1)] @ self._output.T
-        apart = _cross_entropy(made, goal) * inside
+        apart = F.cross_entropy(made.transpose(1, 2), goal, ignore_index=_NO_PLACE, reduction="none")
         weights = _FADES ** torch.arange(self._job.heads)
-        return (apart * weights).sum() / inside.sum().clamp(min=1)
+        return (apart * weights).sum() / (goal != _NO_PLACE).sum().clamp(min=1)
 
     def _eagle_loss(self, windows: torch.Tensor) -> torch.Tensor:
         """The next hidden state, and the distribution that the target makes of it; then once more on its own states."""
@@ -187,9 +197,9 @@ class _Trainer:
         A later position counts where the text itself followed the target's choices, and the draft, up to it.
         """
         self.module.eval()
-        tokens, hidden = self._held
+        tokens, hidden, begun = self._held
         chosen = self.ids[(hidden @ self._output.T).argmax(-1)]
-        at = torch.arange(0, tokens.shape[1] - self._job.heads - 1, _STRIDE)
+        at = torch.arange(begun - 1, tokens.shape[1] - self._job.heads - 1, _STRIDE)
         drafts = self._medusa_chain(hidden[:, at]) if self._job.method == "medusa" else self._eagle_chain(at)
         alive = torch.ones(len(tokens), len(at), dtype=torch.bool)
         found = []
@@ -206,7 +216,7 @@ class _Trainer:
 
     def _eagle_chain(self, places: torch.Tensor) -> torch.Tensor:
         """The layer's own chains: each reads true states before its place and its own after it."""
-        tokens, hidden = self._held
+        tokens, hidden, _ = self._held
         chains = torch.zeros(len(tokens), len(places), self._job.heads, dtype=torch.long)
         for row, at in enumerate(places.tolist()):
             made, past = self.module(hidden[:, : at + 1], self._embedding[tokens[:, 1 : at + 2]])

@@ -49,6 +49,12 @@ _NAME_KEYS = re.compile(
     r"(?:is\s+|named\s+)?$"
 )
 _WORD = re.compile(r"\w")
+_AMOUNT = re.compile(r"[\d.,%$€£]+")
+_NAME = re.compile(r"[^\W\d_][\w'-]*(?: [A-Z][\w'-]*)*")
+_TOKEN = re.compile(r"[\w-]+")
+_FORMS: dict[str, tuple[re.Pattern[str], ...]] = {
+    "timestamp": (_TIMES,), "id": (_IDS, _TOKEN), "user name": (_EMAIL, _NAME), "number": (_AMOUNT,),
+}  # fmt: skip
 
 
 class Difference(NamedTuple):
@@ -73,21 +79,38 @@ def difference(
     new = now[at_now] if at_now is not None else Segment("end", -1, "")
     part = new.part if new.part != "end" else old.part
     if "tools" in (old.part, new.part):
-        cause = _of_tools(_of_part(earlier, "tools"), _of_part(now, "tools"))
-        return Difference(cause, "tools", cause, old.text, new.text, _tool_name(new.text))
+        return _between_tools(earlier, old, now, new)
     if old.message != new.message or _cut_off(earlier, old, now, new):
         return Difference("history", part, "history", old.text, new.text, "")
     rest_old, rest_new = ({s.text for s in of if s.part == part} for of in (earlier[at_earlier:], now[at_now:]))
     if new.text in rest_old and old.text in rest_new:
         return Difference("order", part, "order", old.text, new.text, "")
     found = _of_value(old.text, new.text)
-    if (found is None or found[0] in ("number", "value")) and frequent(old.text) and frequent(new.text):
+    if (
+        new.message <= 0
+        and (found is None or found[0] in ("number", "value"))
+        and frequent(old.text)
+        and frequent(new.text)
+    ):
         return Difference("template", part, "template", old.text, new.text, new.text)
     if found is not None:
-        cause, start, value = found
-        return Difference(cause, part, f"{cause}: {new.text[:start].strip()[-40:]}", old.text, new.text, value)
-    cause = "value" if part == "system" else "stable text behind"
-    return Difference(cause, part, cause, old.text, new.text, "")
+        return _valued(found, part, old, new)
+    other: Cause = "value" if part == "system" else "stable text behind"
+    return Difference(other, part, other, old.text, new.text, "")
+
+
+def _between_tools(earlier: Request, old: Segment, now: Request, new: Segment) -> Difference:
+    """Of one tool that is not the same text the value in it; else what the lists of tools are to each other."""
+    cause: Cause = _of_tools(_of_part(earlier, "tools"), _of_part(now, "tools"))
+    same_tool = cause == "tool set" and _tool_name(old.text) == _tool_name(new.text) != ""
+    if same_tool and (found := _of_value(old.text, new.text)) is not None:
+        return _valued(found, "tools", old, new)
+    return Difference(cause, "tools", cause, old.text, new.text, _tool_name(new.text))
+
+
+def _valued(found: tuple[Cause, int, str], part: str, old: Segment, new: Segment) -> Difference:
+    cause, start, value = found
+    return Difference(cause, part, f"{cause}: {new.text[:start].strip()[-40:]}", old.text, new.text, value)
 
 
 def _of_part(request: Request, part: str) -> list[str]:
@@ -142,9 +165,15 @@ def _of_value(old: str, new: str) -> tuple[Cause, int, str] | None:
         _ID_KEYS, old, start, ends[0]
     ) is not None:
         return "id", found, value_new
-    if re.fullmatch(r"[\d.,%$€£]+", value_old.strip()) and re.fullmatch(r"[\d.,%$€£]+", value_new.strip()):
+    if _AMOUNT.fullmatch(value_old.strip()) and _AMOUNT.fullmatch(value_new.strip()):
         return "number", start, value_new
     return "value", start, value_new
+
+
+def value_at(cause: Cause, text: str, start: int) -> int | None:
+    """Where a value of this kind ends that begins at `start`; None where there is none."""
+    ends = (match.end() for form in _FORMS.get(cause, ()) if (match := form.match(text, start)))
+    return next(ends, None)
 
 
 def _value(text: str, start: int, end: int) -> str:

@@ -10,7 +10,7 @@ import json
 from collections import Counter
 from collections.abc import Callable
 
-from quantlab.bench.prefix_cache.lint.causes import Cause, Difference
+from quantlab.bench.prefix_cache.lint.causes import Cause, Difference, value_at
 from quantlab.bench.prefix_cache.lint.log import Request, Segment
 
 ADVICE: dict[Cause, str] = {
@@ -33,6 +33,8 @@ ADVICE: dict[Cause, str] = {
 FREQUENT = 0.1
 # Characters around a value that tell its form.
 _LEAST_FORM = 3
+# A segment that holds so many characters besides the value stays where it is, without the value.
+_LEAST_REST = 24
 
 
 def repaired(requests: list[Request], found: Difference) -> list[Request]:
@@ -42,7 +44,7 @@ def repaired(requests: list[Request], found: Difference) -> list[Request]:
 
 
 def _moved_back(requests: list[Request], found: Difference) -> list[Request]:
-    """Segments of the same form as the one that differs stand at the end of the request."""
+    """Segments of the same form as the one that differs, or the values in them, stand at the end of the request."""
     head, tail = _around(found)
     seldom = texts_of_few(requests)
 
@@ -56,9 +58,21 @@ def _moved_back(requests: list[Request], found: Difference) -> list[Request]:
     moved = []
     for request in requests:
         end = request[-1].message if request else 0
-        back = [segment._replace(part="moved", message=end) for segment in request if matches(segment)]
-        moved.append([segment for segment in request if not matches(segment)] + back)
+        stay, back = list[Segment](), list[Segment]()
+        for segment in request:
+            kept, text = _without_value(found.cause, segment.text, head) if matches(segment) else (segment.text, "")
+            stay += [segment._replace(text=kept)] if kept else []
+            back += [Segment("moved", end, text)] if text else []
+        moved.append(stay + back)
     return moved
+
+
+def _without_value(cause: Cause, text: str, head: str) -> tuple[str, str]:
+    """What of a segment stays, and what is moved: all of it where the value is most of it."""
+    end = value_at(cause, text, len(head)) if len(head.strip()) >= _LEAST_FORM else None
+    if end is None or len(text[end:].strip()) < _LEAST_REST:
+        return "", text
+    return head + text[end:], text[len(head) : end] + "\n"
 
 
 def _around(found: Difference) -> tuple[str, str]:

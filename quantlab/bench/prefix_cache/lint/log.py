@@ -1,4 +1,5 @@
-"""Logs of requests: JSON lines of OpenAI messages, prompts or texts, as the segments that a chat template would write.
+"""Logs of requests: JSON lines of OpenAI messages, prompts or texts, or the text log of vLLM, as the segments that a
+chat template would write.
 
 A segment is a sentence, a line, or one tool, with the part of the request that it stands in. How a server's template
 frames them is not known: tools come first, then the messages in their order, as most templates have it.
@@ -6,6 +7,7 @@ frames them is not known: tools come first, then the messages in their order, as
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 from collections.abc import Iterator
@@ -16,11 +18,16 @@ from quantlab.core.errors import QuantlabError
 from quantlab.core.files import os_error
 
 # Where a request is wrapped: batch files, proxies' logs.
-_WRAPPERS = ("body", "request", "params", "kwargs", "payload")
+_WRAPPERS = ("body", "request", "params", "kwargs", "payload", "input")
 _TEXTS = ("prompt", "text", "input", "content")
 _TOOLS = ("tools", "functions")
 # After a line, and after a sentence before the next begins.
 _CUT = re.compile(r"(?<=\n)|(?<=[.!?])(?=\s+\S)")
+# A request in the text log of vLLM (`--enable-log-requests`): its prompt as Python writes a string.
+_VLLM = re.compile(
+    r"\b(?:Received request|Request) \S+ ?(?:details)?: prompt: "
+    r"('(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"), (?:params|prompt_token_ids): "
+)
 
 
 class Segment(NamedTuple):
@@ -42,6 +49,9 @@ def read_log(path: Path) -> list[Request]:
         raise os_error(error, path) from error
     except UnicodeDecodeError as error:
         raise QuantlabError(f"`{path}` is not UTF-8 text: byte {error.start}", "convert it to UTF-8") from error
+    if prompts := _VLLM.findall(text):
+        # What else a server writes is no request.
+        return [list(segments("prompt", 0, ast.literal_eval(prompt))) for prompt in prompts]
     requests = []
     for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():
@@ -95,7 +105,7 @@ def _segments(value: Any) -> Iterator[Segment]:
 def _unwrapped(value: dict[str, Any]) -> dict[str, Any]:
     """The request itself, which proxies and batch files put into an object of their own."""
     for _ in range(3):
-        if any(name in value for name in ("messages", *_TEXTS)):
+        if any(isinstance(value.get(name), str | list) for name in ("messages", *_TEXTS)):
             break
         value = next((value[name] for name in _WRAPPERS if isinstance(value.get(name), dict)), value)
     return value

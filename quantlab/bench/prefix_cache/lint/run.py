@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -28,6 +28,8 @@ from quantlab.runtime.backend import Tokens
 
 # A group of requests that loses less of all tokens is not worth a change.
 _WORTH_TELLING = 0.03
+# What people, models and tools say differs each time: it counts where much that is always the same stands behind it.
+_WORTH_IN_TALK = 0.15
 # One request that loses so much of its own tokens is: a template that was changed loses each of its readers once.
 _WORTH_ALONE = 0.4
 _SETUP = ("tools", "system", "prompt")
@@ -35,6 +37,10 @@ _SETUP = ("tools", "system", "prompt")
 _LEAST_BLOCKS = 2
 _MOST_FINDINGS = 12
 _SHOWN = 120
+# What was told to be lost and does not come back by the repair, but for this share, has another cause.
+_RECOVERED = 0.3
+# What cannot be repaired by moving text: the advice stands by itself.
+_ADVICE_ALONE = ("history", "tool set")
 
 
 class LintSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -96,35 +102,61 @@ def run(spec: LintSpec, progress: Progress = silent) -> Outcome:
 
 
 def find(requests: list[Request], block_tokens: int, progress: Progress) -> tuple[list[Finding], list[Request]]:
-    """The causes, each the costliest of what the repairs before it left, and the requests after the last repair."""
-    findings: list[Finding] = []
+    """The causes, each the costliest of what the repairs before it left, and the requests after the last repair.
+
+    One without whose repair the others find as much is left out.
+    """
+    found: list[_Lost] = []
     handled: set[str] = set()
-    while len(findings) < _MOST_FINDINGS:
-        progress("looking for causes", len(findings), _MOST_FINDINGS)
-        worst = _worst(requests, block_tokens, handled)
+    mended = requests
+    while len(found) < _MOST_FINDINGS:
+        progress("looking for causes", len(found), _MOST_FINDINGS)
+        worst = _worst(mended, block_tokens, handled)
         if worst is None:
             break
-        found, lost, total = worst
-        handled.add(found.key)
-        requests = repaired(requests, found)
-        findings.append(
-            Finding(
-                found.cause,
-                found.part,
-                len(lost),
-                sum(lost),
-                sum(lost) / total,
-                found.earlier.strip()[:_SHOWN],
-                found.now.strip()[:_SHOWN],
-                ADVICE[found.cause],
-                _rate(requests, block_tokens),
-            )
-        )
-    return findings, requests
+        found.append(worst)
+        handled.add(worst.difference.key)
+        mended = repaired(mended, worst.difference)
+    for one in found[::-1]:
+        others = [other for other in found if other is not one]
+        gain = _rate(_mended(requests, found), block_tokens) - _rate(_mended(requests, others), block_tokens)
+        if gain < _RECOVERED * one.share and one.difference.cause not in _ADVICE_ALONE:
+            found = others
+    rates = [_rate(_mended(requests, found[: n + 1]), block_tokens) for n in range(len(found))]
+    return [_finding(one, rate) for one, rate in zip(found, rates, strict=True)], _mended(requests, found)
 
 
-def _worst(requests: list[Request], block_tokens: int, handled: set[str]) -> tuple[Difference, list[int], int] | None:
-    """The difference that costs most, what it costs each request that has it, and the tokens of all requests."""
+class _Lost(NamedTuple):
+    """A difference, the tokens that each request which has it loses, and their share of all tokens."""
+
+    difference: Difference
+    tokens: list[int]
+    share: float
+
+
+def _mended(requests: list[Request], found: list[_Lost]) -> list[Request]:
+    for one in found:
+        requests = repaired(requests, one.difference)
+    return requests
+
+
+def _finding(lost: _Lost, rate: float) -> Finding:
+    found = lost.difference
+    return Finding(
+        found.cause,
+        found.part,
+        len(lost.tokens),
+        sum(lost.tokens),
+        lost.share,
+        found.earlier.strip()[:_SHOWN],
+        found.now.strip()[:_SHOWN],
+        ADVICE[found.cause],
+        rate,
+    )
+
+
+def _worst(requests: list[Request], block_tokens: int, handled: set[str]) -> _Lost | None:
+    """The difference that costs most."""
     pieces, ids = [Pieces(request) for request in requests], _ids(requests)
     total = sum(map(len, ids))
     seldom = texts_of_few(requests)
@@ -136,6 +168,8 @@ def _worst(requests: list[Request], block_tokens: int, handled: set[str]) -> tup
         found = difference(
             requests[miss.against], at[0], requests[miss.request], at[1], frequent=lambda t: not seldom(t)
         )
+        if found.part == "moved":
+            continue
         _, lost, alone = groups.get(found.key, (found, [], 0.0))
         share = miss.lost / len(ids[miss.request])
         groups[found.key] = (found, [*lost, miss.lost], max(alone, share))
@@ -144,13 +178,14 @@ def _worst(requests: list[Request], block_tokens: int, handled: set[str]) -> tup
         for key, (found, lost, alone) in groups.items()
         if key not in handled
         and (
-            (len(lost) > 1 and sum(lost) >= _WORTH_TELLING * total) or (found.part in _SETUP and alone >= _WORTH_ALONE)
+            (len(lost) > 1 and sum(lost) >= (_WORTH_TELLING if found.part in _SETUP else _WORTH_IN_TALK) * total)
+            or (found.part in _SETUP and alone >= _WORTH_ALONE)
         )
     ]
     if not worth:
         return None
     found, lost = max(worth, key=lambda group: sum(group[1]))
-    return found, lost, total
+    return _Lost(found, lost, sum(lost) / total)
 
 
 def _ids(requests: list[Request]) -> list[Tokens]:
