@@ -2,32 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-import typer.core
 
 from quantlab.cli import options as opt
+from quantlab.cli.group import MEASURE, measuring_beside
 from quantlab.cli.show import show_batching, show_results
 
-_MEASURE = "measure"
+app = measuring_beside("lint", "Measure what a prefix cache saves, and why it missed.")
 
 
-class _Group(typer.core.TyperGroup):
-    """`prefix-cache MODEL` measures; `prefix-cache lint FILE` reads a log. A folder called `lint` is `./lint`."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        return super().parse_args(ctx, args if args[:1] == ["lint"] else [_MEASURE, *args])
-
-    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        name, command, rest = super().resolve_command(ctx, args)
-        return "" if name == _MEASURE else name, command, rest
-
-
-app = typer.Typer(cls=_Group, help="Measure what a prefix cache saves, and why it missed.", rich_markup_mode=None)
-
-
-@app.command(_MEASURE, epilog="Logs of requests are checked by `quantlab prefix-cache lint FILE`.")
+@app.command(MEASURE, epilog="Logs of requests are checked by `quantlab prefix-cache lint FILE`.")
 def prefix_cache(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="A model, or the URL of a server (http://HOST/v1).")],
     served_model: Annotated[str | None, typer.Option("--model", help="Name of the model at an endpoint.")] = None,

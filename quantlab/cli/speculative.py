@@ -2,32 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-import typer.core
 
 from quantlab.cli import options as opt
+from quantlab.cli.group import MEASURE, measuring_beside
 from quantlab.cli.show import show_batching, show_results
 
-_MEASURE = "measure"
+app = measuring_beside("train", "Measure what a draft gains and why not, or train one.")
 
 
-class _Group(typer.core.TyperGroup):
-    """`speculative TARGET` measures; `speculative train TARGET` trains. A folder called `train` is `./train`."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        return super().parse_args(ctx, args if args[:1] == ["train"] else [_MEASURE, *args])
-
-    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        name, command, rest = super().resolve_command(ctx, args)
-        return "" if name == _MEASURE else name, command, rest
-
-
-app = typer.Typer(cls=_Group, help="Measure what a draft gains and why not, or train one.", rich_markup_mode=None)
-
-
-@app.command(_MEASURE, epilog="Heads are trained by `quantlab speculative train TARGET --help`.")
+@app.command(MEASURE, epilog="Heads are trained by `quantlab speculative train TARGET --help`.")
 def speculative(
     target: Annotated[str, typer.Argument(metavar="TARGET", help="A model, or the URL of a server (http://HOST/v1).")],
     draft: Annotated[
