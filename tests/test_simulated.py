@@ -160,7 +160,8 @@ def _steps(model: StepModel, n: int, noise: float, seed: int = 0) -> list[Measur
     for i in range(n):
         seqs = rng.randint(0, 16)
         tokens = rng.randint(1, 256) if i % 5 == 0 or not seqs else 0
-        shape = StepShape(tokens, chunk_pairs(rng.randint(0, 500), tokens), seqs, seqs * rng.randint(10, 800))
+        pairs, context = chunk_pairs(rng.randint(0, 500), tokens), seqs * rng.randint(10, 800)
+        shape = StepShape(tokens, pairs, seqs, context, 2 if seqs and tokens > 1 else 1)
         steps.append(MeasuredStep(shape, model.seconds(shape) * rng.lognormvariate(0, noise)))
     return steps
 
@@ -190,6 +191,22 @@ def test_a_bent_batch_and_noise() -> None:
     assert abs(line[0] + line[1] - 0.027) / 0.027 > 0.2, "a line would have done"
 
 
+def test_a_batch_that_was_measured_often_has_a_cost_of_its_own() -> None:
+    """Kernels that take rows by fours: five to seven sequences cost more than eight."""
+    truth = {4: 0.0144, 5: 0.0190, 6: 0.0205, 7: 0.0221, 8: 0.0197}
+    found = fit([MeasuredStep(StepShape(0, 0, n, 40 * n), s) for n, s in truth.items() for _ in range(64)]).model
+    for seqs, expected in truth.items():
+        assert found.seconds(StepShape(0, 0, seqs, 40 * seqs)) == pytest.approx(expected, rel=1e-3)
+
+
+def test_groups_cost_what_their_passes_cost() -> None:
+    truth = StepModel(0.01, 1e-3, 1e-5, 2e-3, 1e-4, group_s=0.009)
+    steps = _steps(truth, 400, 0.0)
+    assert len({step.shape.groups for step in steps}) > 1
+    assert fit(steps).model.group_s == pytest.approx(0.009, rel=1e-3)
+    assert truth.slower(2).group_s == pytest.approx(0.018)
+
+
 def test_noise_with_a_long_tail_does_not_pull_the_model_to_the_fastest_steps() -> None:
     """A machine with other work: half of the steps take five times as long. The model predicts the total."""
     rng = random.Random(4)
@@ -197,7 +214,8 @@ def test_noise_with_a_long_tail_does_not_pull_the_model_to_the_fastest_steps() -
     found = fit(steps)
     total = sum(step.duration_s for step in steps)
     assert sum(found.model.seconds(step.shape) for step in steps) == pytest.approx(total, rel=0.02)
-    assert found.model.batch(8) == pytest.approx(3 * (MODEL.base_s + 8 * MODEL.decode_seq_s), rel=0.15)
+    # Of some 90 steps each: three standard errors are 20%; the fastest would be 67% too low.
+    assert found.model.batch(8) == pytest.approx(3 * (MODEL.base_s + 8 * MODEL.decode_seq_s), rel=0.3)
 
 
 def test_decode_alone_and_one_batch_alone_are_fitted_too() -> None:

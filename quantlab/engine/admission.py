@@ -109,7 +109,9 @@ def predict_ttft(request: Request, scheduler: Scheduler, steps: StepTime) -> flo
     filling = [(s.filled, s.target - s.filled) for s in (*ahead, *scheduler.prefilling) if s.key <= key]
     tokens = sum(n for _, n in filling) + own
     pairs = sum(chunk_pairs(start, n) for start, n in filling) + chunk_pairs(0, own)
-    prefill_s = steps.seconds(StepShape(tokens, pairs, 0, 0)) - steps.seconds(StepShape(0, 0, 0, 0))
+    # Each prompt is beside decoding sequences once, or more often where it is cut: a group of its own.
+    groups = 1 + len(filling) + bool(stay)
+    prefill_s = steps.seconds(StepShape(tokens, pairs, 0, 0, groups)) - steps.seconds(StepShape(0, 0, 0, 0))
 
     n_before = len(ahead) + len(stay)
     # Those that wait will hold their prompts and, on average, half of their answers.

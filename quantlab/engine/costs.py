@@ -32,7 +32,7 @@ def recompute_s(costs: Costs, n_tokens: int, start: int = 0) -> float | None:
     steps = costs.steps()
     if steps is None:
         return None
-    with_them = steps.seconds(StepShape(n_tokens, chunk_pairs(start, n_tokens), 0, 0))
+    with_them = steps.seconds(StepShape(n_tokens, chunk_pairs(start, n_tokens), 0, 0, groups=2))
     return with_them - steps.seconds(StepShape(0, 0, 0, 0))
 
 

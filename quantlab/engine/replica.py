@@ -114,7 +114,9 @@ class Replica:
             self._began_s += moved * self._swap_token_s
         self._steps = scheduler.horizon(plan) if self._time.leaps else 1
         if self._steps > 1:
-            self.ends_s = self._began_s + self._time.decode_s(*plan.shape[2:], self._steps)
+            self.ends_s = self._began_s + self._time.decode_s(
+                plan.shape.decode_seqs, plan.shape.context_tokens, self._steps
+            )
         else:
             self.ends_s = self._began_s + self._time.seconds(plan.shape)
 
@@ -130,7 +132,7 @@ class Replica:
 
     def _cut(self, now_s: float) -> None:
         """End the decode steps that run at their first boundary from now on."""
-        seqs, context = self._plan.shape[2:]
+        seqs, context = self._plan.shape.decode_seqs, self._plan.shape.context_tokens
         steps = self._time.decode_steps(seqs, context, now_s - self._began_s, self._steps)
         if steps < self._steps:
             self._steps = steps

@@ -17,7 +17,7 @@ from quantlab.engine.limits import Limits
 from quantlab.engine.policies import Order, Preemption, victim
 from quantlab.engine.request import Event, EventKind
 from quantlab.engine.sequence import Plan, Sequence
-from quantlab.runtime.step_model import StepShape, chunk_pairs
+from quantlab.runtime.step_model import shape_of
 
 # A share of the KV budget stays free when one is admitted beside others, so that it is not preempted at once.
 _WATERMARK = 0.01
@@ -249,22 +249,14 @@ class Scheduler:
         return room
 
     def _cut_chunks(self, plan: Plan, room: int) -> None:
-        tokens = pairs = 0
-        seqs = len(self.decoding)
-        context = self.decoding.context + seqs
         for sequence in self.prefilling:
             if room <= 0:
                 break
             n = min(sequence.target - sequence.filled, room)
             plan.chunks.append((sequence, n))
             room -= n
-            if n == 1 and sequence.filled:
-                seqs += 1
-                context += sequence.filled + 1
-            else:
-                tokens += n
-                pairs += chunk_pairs(sequence.filled, n)
-        plan.shape = StepShape(tokens, pairs, seqs, context)
+        seqs = len(self.decoding)
+        plan.shape = shape_of(((s.filled, n) for s, n in plan.chunks), seqs, self.decoding.context + seqs)
 
     # bookkeeping
 

@@ -13,7 +13,7 @@ import functools
 import hashlib
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -37,6 +37,7 @@ from quantlab.runtime.backend import (
     generate_static,
 )
 from quantlab.runtime.checks import check_batch, check_requests, check_share
+from quantlab.runtime.llamacpp_streams import Streams
 
 # When llama.cpp aborts, its own message must be the last that is said, not a debugger's pages.
 os.environ.setdefault("GGML_NO_BACKTRACE", "1")
@@ -94,6 +95,8 @@ class LlamaCppBackend:
         self._n_vocab: int = lib.llama_vocab_n_tokens(self._vocab)
         self._kv = lib.llama_get_memory(self._context)
         self._lengths = [0] * capacity.n_seq
+        self._streams = Streams(capacity.n_seq)
+        self._moves = not (capacity.shared or self._has_state())
         self._counters: dict[str, int] = {}
         self._pieces: dict[int, bytes] = {}
         self._view = np.empty((0, self._n_vocab), np.float32)
@@ -192,17 +195,14 @@ class LlamaCppBackend:
         """Compute one step; see `Backend`."""
         n = len(batch.tokens)
         ends, rows = check_batch(batch, self._capacity, self._n_vocab, self.length)
+        order = self._lay(batch, ends)
         arrays = self._arrays
-        arrays.tokens[:n] = batch.tokens
-        arrays.positions[:n] = batch.positions
-        arrays.seqs[:n] = batch.seqs
-        arrays.logits[:n] = batch.logits
         arrays.batch.n_tokens = n
         code = lib.llama_decode(self._context, arrays.batch)
         if code != 0:
             # A failed step may have stored some of its tokens: what was there before stays.
             for seq, length in enumerate(self._lengths):
-                lib.llama_memory_seq_rm(self._kv, seq, length, -1)
+                lib.llama_memory_seq_rm(self._kv, self._streams.of[seq], length, -1)
             reason = "the KV cache is full" if code == 1 else last_errors()
             raise QuantlabError(f"llama.cpp failed a step of {n} tokens (code {code}): {reason}")
         for seq, end in ends.items():
@@ -212,7 +212,27 @@ class LlamaCppBackend:
         self._counters["logits"] += rows
         if rows == 0:
             lib.llama_synchronize(self._context)
-        return self._rows(rows)
+        return self._rows(rows) if order is None else self._rows(rows)[order]
+
+    def _lay(self, batch: Batch, ends: Collection[int]) -> Tokens | None:
+        """Fill the arrays of a step, by streams; returns which row of logits belongs to each that was asked for."""
+        n, arrays = len(batch.tokens), self._arrays
+        if self._moves:
+            for source, place in self._streams.close_up(ends, self._lengths):
+                lib.llama_memory_seq_cp(self._kv, source, place, -1, -1)
+                lib.llama_memory_seq_rm(self._kv, source, -1, -1)
+        streams = np.array(self._streams.of, np.int32)[batch.seqs]
+        sorted_already = bool(np.all(streams[1:] >= streams[:-1]))
+        order = slice(None) if sorted_already else np.argsort(streams, kind="stable")
+        arrays.tokens[:n] = batch.tokens[order]
+        arrays.positions[:n] = batch.positions[order]
+        arrays.seqs[:n] = streams[order]
+        arrays.logits[:n] = batch.logits[order]
+        if sorted_already:
+            return None
+        rows = np.empty(n, np.int32)
+        rows[order] = np.cumsum(arrays.logits[:n], dtype=np.int32) - 1
+        return rows[batch.logits]
 
     def _rows(self, rows: int) -> Logits:
         """The last step's logits, as a view; the same array while llama.cpp keeps them in one place."""
@@ -236,7 +256,7 @@ class LlamaCppBackend:
         check_share(self._capacity, src, dst, n, self.length)
         if n < self._lengths[src]:
             self._require_divisible()
-        lib.llama_memory_seq_cp(self._kv, src, dst, self._lengths[dst], n)
+        lib.llama_memory_seq_cp(self._kv, self._streams.of[src], self._streams.of[dst], self._lengths[dst], n)
         self._lengths[dst] = n
 
     def truncate(self, seq: int, n: int) -> None:
@@ -245,7 +265,7 @@ class LlamaCppBackend:
             raise UsageError(f"sequence {seq} holds {self._lengths[seq]} tokens, {n} cannot be kept")
         if n == self._lengths[seq]:
             return
-        if not lib.llama_memory_seq_rm(self._kv, seq, n, -1):
+        if not lib.llama_memory_seq_rm(self._kv, self._streams.of[seq], n, -1):
             raise QuantlabError(
                 f"`{self._path.name}` cannot forget a part of a sequence (recurrent state)", "release it instead"
             )
@@ -254,7 +274,7 @@ class LlamaCppBackend:
     def release(self, seq: int) -> None:
         """Forget `seq`; see `Backend`."""
         self.length(seq)
-        lib.llama_memory_seq_rm(self._kv, seq, -1, -1)
+        lib.llama_memory_seq_rm(self._kv, self._streams.of[seq], -1, -1)
         self._lengths[seq] = 0
 
     def save(self, seq: int, start: int = 0, end: int | None = None) -> bytes:
@@ -262,9 +282,9 @@ class LlamaCppBackend:
         end = self.length(seq) if end is None else end
         saved.check_part(seq, self._lengths[seq], start, end)
         whole = (start, end) == (0, self._lengths[seq])
-        of = seq if whole else self._require_spare()
+        of = self._streams.of[seq] if whole else self._require_spare()
         if not whole:
-            lib.llama_memory_seq_cp(self._kv, seq, of, start, end)
+            lib.llama_memory_seq_cp(self._kv, self._streams.of[seq], of, start, end)
         size = lib.llama_state_seq_get_size(self._context, of)
         buffer = (ctypes.c_uint8 * size)()
         written = lib.llama_state_seq_get_data(self._context, buffer, size, of)
@@ -280,12 +300,12 @@ class LlamaCppBackend:
         end, kept = saved.unpack(blob, _BLOB_MAGIC, self.identity(), seq=seq, held=start, n_ctx=self._capacity.n_ctx)
         payload = (ctypes.c_uint8 * len(kept)).from_buffer_copy(kept)
         # What is put into a sequence takes the place of all that it held.
-        to = self._require_spare() if start else seq
+        to = self._require_spare() if start else self._streams.of[seq]
         if lib.llama_state_seq_set_data(self._context, payload, len(payload), to) == 0:
             lib.llama_memory_seq_rm(self._kv, to, -1, -1)
             raise QuantlabError(f"llama.cpp does not restore a saved sequence: {last_errors()}", "compute it again")
         if start:
-            lib.llama_memory_seq_cp(self._kv, to, seq, start, end)
+            lib.llama_memory_seq_cp(self._kv, to, self._streams.of[seq], start, end)
             lib.llama_memory_seq_rm(self._kv, to, -1, -1)
         self._lengths[seq] = end
 
@@ -299,12 +319,15 @@ class LlamaCppBackend:
         return self._spare
 
     def _require_divisible(self) -> None:
-        """A recurrent state stands for all tokens before it: it has no parts."""
-        if lib.llama_model_is_recurrent(self._model) or lib.llama_model_is_hybrid(self._model):
+        if self._has_state():
             raise QuantlabError(
                 f"`{self._path.name}` keeps a recurrent state, of which no part can be shared or saved",
                 "compute it again",
             )
+
+    def _has_state(self) -> bool:
+        """Whether it is recurrent: a state stands for all tokens before it, and has no parts."""
+        return bool(lib.llama_model_is_recurrent(self._model) or lib.llama_model_is_hybrid(self._model))
 
     def _require_open(self) -> None:
         if not self._context:

@@ -30,7 +30,7 @@ from quantlab.runtime.backend import (
 )
 from quantlab.runtime.checks import check_batch, check_requests, check_share
 from quantlab.runtime.clock import VirtualClock
-from quantlab.runtime.step_model import StepShape, StepTime, chunk_pairs
+from quantlab.runtime.step_model import StepShape, StepTime, shape_of
 
 _BLOB_MAGIC = b"QLKS\x02"
 # A row of logits is a window of one random vector, at a place that the hash names.
@@ -126,16 +126,8 @@ class SimulatedBackend:
         return self._windows[places]
 
     def _shape(self, ends: dict[int, int]) -> StepShape:
-        tokens = pairs = seqs = context = 0
-        for seq, end in ends.items():
-            start = len(self._states[seq])
-            if start and end == start + 1:
-                seqs += 1
-                context += end
-            else:
-                tokens += end - start
-                pairs += chunk_pairs(start, end - start)
-        return StepShape(tokens, pairs, seqs, context)
+        starts = [(len(self._states[seq]), end) for seq, end in ends.items()]
+        return shape_of((start, end - start) for start, end in starts)
 
     def length(self, seq: int) -> int:
         """Tokens of `seq`; see `Backend`."""

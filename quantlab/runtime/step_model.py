@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Protocol
 
 import msgspec
@@ -22,13 +22,30 @@ class StepShape(NamedTuple):
     """The work of one step.
 
     `prefill_pairs` and `context_tokens` count positions attended, the token's own included: by the tokens of the
-    prefill chunks, and by the decoding sequences.
+    prefill chunks, and by the decoding sequences. `groups`: how many different numbers of tokens its sequences take;
+    a backend may compute each group in a pass of its own over the weights, as llama.cpp does.
     """
 
     prefill_tokens: int
     prefill_pairs: int
     decode_seqs: int
     context_tokens: int
+    groups: int = 1
+
+
+def shape_of(chunks: Iterable[tuple[int, int]], seqs: int = 0, context: int = 0) -> StepShape:
+    """The work of (start, tokens) chunks beside `seqs` decoding sequences that attend `context` positions."""
+    tokens = pairs = 0
+    lengths = {1} if seqs else set()
+    for start, n in chunks:
+        lengths.add(n)
+        if n == 1 and start:
+            seqs += 1
+            context += start + 1
+        else:
+            tokens += n
+            pairs += chunk_pairs(start, n)
+    return StepShape(tokens, pairs, seqs, context, max(1, len(lengths)))
 
 
 def chunk_pairs(start: int, n: int) -> int:
@@ -59,7 +76,7 @@ class StepTime(Protocol):
 
 
 class StepModel(msgspec.Struct, frozen=True):
-    """Linear in the work: base + prefill tokens and pairs + decoding sequences + context, seconds each.
+    """Linear in the work: base + prefill tokens and pairs + decoding sequences + context + groups, seconds each.
 
     Kernels seldom scale evenly from 1 sequence to 16. So `batch_s`, where it is given, has base and sequences together
     for 0, 1, 2... decoding sequences; the line holds beyond its end.
@@ -71,18 +88,23 @@ class StepModel(msgspec.Struct, frozen=True):
     decode_seq_s: float = 0.0
     context_token_s: float = 0.0
     batch_s: tuple[float, ...] = ()
+    # Of each group of sequences beyond the first.
+    group_s: float = 0.0
 
     leaps = True
 
     def __post_init__(self) -> None:
-        values = (*msgspec.structs.astuple(self)[:-1], *self.batch_s)
+        values = (*self._terms().values(), *self.batch_s)
         if any(not math.isfinite(value) or value < 0 for value in values) or not any(values):
             raise UsageError(f"a step model of {values}", "give seconds from 0 on, one of them above 0")
 
     def slower(self, factor: float) -> StepModel:
         """The same model with every step `factor` times as long."""
-        terms = {name: factor * value for name, value in msgspec.structs.asdict(self).items() if name != "batch_s"}
+        terms = {name: factor * value for name, value in self._terms().items()}
         return StepModel(**terms, batch_s=tuple(factor * value for value in self.batch_s))
+
+    def _terms(self) -> dict[str, float]:
+        return {name: value for name, value in msgspec.structs.asdict(self).items() if name != "batch_s"}
 
     def batch(self, seqs: int) -> float:
         """What a step costs for `seqs` decoding sequences, before prefill and context."""
@@ -90,12 +112,13 @@ class StepModel(msgspec.Struct, frozen=True):
 
     def seconds(self, shape: StepShape) -> float:
         """See `StepTime`."""
-        prefill, pairs, seqs, context = shape
+        prefill, pairs, seqs, context, groups = shape
         return (
             self.batch(seqs)
             + self.prefill_token_s * prefill
             + self.prefill_pair_s * pairs
             + self.context_token_s * context
+            + self.group_s * (groups - 1)
         )
 
     def decode_s(self, seqs: int, context: int, steps: int) -> float:
@@ -207,27 +230,28 @@ class Fit(NamedTuple):
     r_squared: float
 
 
-# A number of decoding sequences measured fewer times is no corner of `batch_s`.
-_LEAST_AT_A_CORNER = 3
+# A number of decoding sequences measured fewer times is no corner of `batch_s`. Measured so often without prefill, it
+# always is: kernels take rows by fours or eights, and seven sequences may cost more than eight.
+_LEAST_AT_A_CORNER, _OFTEN = 3, 64
 _REWEIGHTINGS = 5
 
 
 def fit(steps: Sequence[MeasuredStep]) -> Fit:
     """The step model nearest to measured steps: least squares, relative to the prediction; no term below zero.
 
-    `batch_s` is linear between corners: numbers of decoding sequences that were measured, each at least twice the one
-    before. Work that no step did costs nothing in the model: measure prefill and decoding, with several batches.
+    `batch_s` is linear between corners: numbers of decoding sequences that were measured, often or at least twice the
+    one before. Work that no step did costs nothing in the model: measure prefill and decoding in several batches.
     """
     import numpy as np
     from scipy.optimize import nnls
 
     if len(steps) < 2 or any(not 0 < step.duration_s < math.inf for step in steps):
         raise QuantlabError(f"{len(steps)} measured steps do not fit a step model", "run more steps; each takes time")
-    corners = _corners([step.shape.decode_seqs for step in steps])
+    corners = _corners([step.shape for step in steps])
     measured = np.array([step.duration_s for step in steps])
     shapes = np.array([step.shape for step in steps], np.float64)
     hats = np.stack([np.interp(shapes[:, 2], corners, row) for row in np.eye(len(corners))], axis=1)
-    work = np.concatenate([hats, shapes[:, [0, 1, 3]]], axis=1)
+    work = np.concatenate([hats, shapes[:, [0, 1, 3]], shapes[:, [4]] - 1], axis=1)
     # Columns of one size: nnls stops by an absolute tolerance.
     scale = np.maximum(work.max(axis=0), 1e-9)
     # The error relative to the measurement would follow the fastest steps; relative to the prediction it has no bias.
@@ -238,10 +262,11 @@ def fit(steps: Sequence[MeasuredStep]) -> Fit:
             against = np.maximum(work @ weights, 1e-3 * np.median(measured))
     except RuntimeError as cause:
         raise QuantlabError(f"no step model fits {len(steps)} measured steps: {cause}", "run more steps") from cause
-    *at_corners, prefill_s, pair_s, context_s = map(float, weights)
+    *at_corners, prefill_s, pair_s, context_s, group_s = map(float, weights)
     table = np.interp(range(corners[-1] + 1), corners, at_corners).tolist()
     slope = max(0.0, (at_corners[-1] - at_corners[-2]) / (corners[-1] - corners[-2])) if len(corners) > 1 else 0.0
-    model = StepModel(max(0.0, at_corners[-1] - slope * corners[-1]), prefill_s, pair_s, slope, context_s, tuple(table))
+    base_s = max(0.0, at_corners[-1] - slope * corners[-1])
+    model = StepModel(base_s, prefill_s, pair_s, slope, context_s, tuple(table), group_s)
     predicted = np.array([model.seconds(step.shape) for step in steps])
     error = np.abs(predicted - measured) / measured
     spread = float(((measured - measured.mean()) ** 2).sum())
@@ -250,13 +275,14 @@ def fit(steps: Sequence[MeasuredStep]) -> Fit:
     return Fit(model, len(steps), float(error.mean()), percentile(error.tolist(), 95), r_squared)
 
 
-def _corners(batches: Sequence[int]) -> list[int]:
-    """Numbers of decoding sequences, each at least twice the one before; the largest is always one."""
-    counts = Counter(batches)
+def _corners(shapes: Sequence[StepShape]) -> list[int]:
+    """Numbers of decoding sequences, measured often or at least twice the one before; the largest is always one."""
+    counts = Counter(shape.decode_seqs for shape in shapes)
+    alone = Counter(shape.decode_seqs for shape in shapes if not shape.prefill_tokens)
     often = sorted(seqs for seqs, n in counts.items() if n >= _LEAST_AT_A_CORNER) or [max(counts)]
     corners = often[:1]
     for seqs in often[1:]:
-        if seqs >= 2 * corners[-1]:
+        if alone[seqs] >= _OFTEN or seqs >= 2 * corners[-1]:
             corners.append(seqs)
     if corners[-1] != often[-1]:
         corners.append(often[-1])

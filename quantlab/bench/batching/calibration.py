@@ -13,10 +13,12 @@ from quantlab.core.progress import Progress
 
 # Requests of the saturated load, beside batches that decode.
 _CALIBRATION_REQUESTS = 24
+# Kernels take rows by fours or eights: up to here each batch has a cost of its own.
+_EVERY_BATCH = 16
 
 
 def calibrate(spec: BatchingSpec, drawn: Lengths, engine: EngineTarget, progress: Progress) -> Calibrated:
-    """The step model of a short run: every batch up to `max_num_seqs` alone, and a saturated load."""
+    """The step model of a short run: batches up to `max_num_seqs` alone (every one up to 16), and a saturated load."""
     n = _CALIBRATION_REQUESTS
     few = open_loop.saturate(spec, Lengths(drawn.prompt[:n], drawn.new[:n], drawn.gaps[:n]))
     # The first load warms up, and its steps are not counted.
@@ -24,10 +26,14 @@ def calibrate(spec: BatchingSpec, drawn: Lengths, engine: EngineTarget, progress
     cells += [
         Cell([Asked(spec.prompt_tokens, batch_sizes.new_tokens(spec), 0.0)] * batch, batch, spec.max_num_batched_tokens)
         for _ in range(spec.repeats)
-        for batch in sorted({2**i for i in range(spec.max_num_seqs.bit_length())} | {spec.max_num_seqs})
-        if batch <= spec.max_num_seqs
+        for batch in _batches(spec.max_num_seqs)
     ]
     for done, one in enumerate(cells):
         engine.run(one)
         progress("fitting the step model", done + 1, len(cells))
     return engine.calibrated()
+
+
+def _batches(most: int) -> list[int]:
+    doubled = {2**i for i in range(most.bit_length())}
+    return sorted(batch for batch in {*range(1, _EVERY_BATCH + 1), *doubled, most} if batch <= most)
