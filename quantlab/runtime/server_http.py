@@ -17,7 +17,8 @@ import ipaddress
 import json
 import os
 import time
-from typing import Any
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
 
 import httpx
 
@@ -27,10 +28,14 @@ from quantlab.runtime.server_stream import Answer, EventStream, Outcome, ServerG
 KEY_VARIABLE = "OPENAI_API_KEY"
 # Servers close idle connections after some seconds (uvicorn: 5); one that is about to be closed must not be used again.
 _KEEPALIVE_S = 2.0
+# Others close them after so many requests (llama-server: 100), some without a word: then the next one fails at once.
+_STALE_S = 1.0
 # How long the end of a stream may take after its [DONE]; then the connection is given up.
 _END_S = 1.0
 _ABOUT_TIMEOUT_S = 20.0
 _ERROR_BYTES = 1 << 16
+
+_Found = TypeVar("_Found")
 
 
 class Connections:
@@ -55,22 +60,23 @@ class Connections:
 
     async def fetch(self, url: str, question: dict[str, Any] | None = None) -> httpx.Response:
         """GET, or POST of a question, answered as a whole; raises httpx.HTTPError."""
-        client = self._take()
-        try:
-            if question is None:
-                return await client.get(url, timeout=_ABOUT_TIMEOUT_S)
-            return await client.post(url, json=question, timeout=_ABOUT_TIMEOUT_S)
-        finally:
-            self._idle.append(client)
+        method = "GET" if question is None else "POST"
+
+        async def send(client: httpx.AsyncClient) -> httpx.Response:
+            return await client.request(method, url, json=question, timeout=_ABOUT_TIMEOUT_S)
+
+        return await self._on_a_connection(send, lambda: False)
 
     async def ask(self, path: str, body: bytes, generation: ServerGeneration, timeout_s: float) -> None:
         """Send one request for a stream and write what comes of it into `generation`."""
         answer = Answer(generation)
         failure: tuple[Outcome, str] = "cut", "the stream ended without a finish_reason"
-        client = self._take()
         try:
             async with asyncio.timeout(timeout_s) as deadline:
-                await _stream(client, f"{self.base}/{path}", body, answer, deadline)
+                await self._on_a_connection(
+                    lambda client: _stream(client, f"{self.base}/{path}", body, answer, deadline),
+                    lambda: generation.status is not None,
+                )
         except TimeoutError:
             failure = "timed_out", f"no end within {timeout_s:g} s"
         except (httpx.DecodingError, ValueError) as error:
@@ -78,8 +84,6 @@ class Connections:
         except (httpx.HTTPError, OSError) as error:
             # Without a status no answer began.
             failure = "connection_error" if generation.status is None else "cut", _named(error)
-        finally:
-            self._idle.append(client)
         answer.settle()
         if answer.finish is not None and not generation.error:
             generation.outcome = "finished"
@@ -87,14 +91,32 @@ class Connections:
             generation.outcome, generation.error = failure
         generation.error = self.redacted(generation.error)
 
+    async def _on_a_connection(
+        self, send: Callable[[httpx.AsyncClient], Awaitable[_Found]], began: Callable[[], bool]
+    ) -> _Found:
+        """Send; once more on a new connection where one that was used before is found closed, and no answer began."""
+        reused, at = bool(self._idle), time.perf_counter()
+        client = self._take()
+        try:
+            return await send(client)
+        except (httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError):
+            if not reused or began() or time.perf_counter() - at > _STALE_S:
+                raise
+            await client.aclose()
+            client = self._new()
+            return await send(client)
+        finally:
+            self._idle.append(client)
+
     async def close(self) -> None:
         """Close every connection."""
         while self._idle:
             await self._idle.pop().aclose()
 
     def _take(self) -> httpx.AsyncClient:
-        if self._idle:
-            return self._idle.pop()
+        return self._idle.pop() if self._idle else self._new()
+
+    def _new(self) -> httpx.AsyncClient:
         return httpx.AsyncClient(
             headers=self._headers,
             verify=self._tls,
