@@ -57,11 +57,10 @@ def expected_states(tokens: list[int]) -> list[int]:
 
 def serve(cache: PrefixCache, on: SimulatedBackend, tokens: list[int], salt: str = "") -> int:
     """One request from its beginning to its end; returns how many of its tokens were held."""
-    slot, held = cache.begin(tokens, salt)
+    slot, held = cache.begin(cache.prompt(tokens, salt))
     assert on._states[slot] == expected_states(tokens)[:held] if held else not on._states[slot]
     compute(on, slot, tokens)
-    slot = cache.filled(slot, tokens)
-    cache.end(slot, tokens)
+    cache.end(cache.filled(slot), len(tokens))
     return held
 
 

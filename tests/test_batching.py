@@ -13,7 +13,7 @@ import gguf
 import msgspec
 import pytest
 
-from quantlab.bench.batching import bench, serve
+from quantlab.bench.batching import opening, serve
 from quantlab.bench.batching.bench import run
 from quantlab.bench.batching.load import Asked
 from quantlab.bench.batching.serve import Cell
@@ -66,7 +66,7 @@ def real(tiny: ModelFile) -> dict[str, list[Outcome]]:
 @pytest.fixture(scope="module")
 def virtual(tiny: ModelFile) -> dict[str, list[Outcome]]:
     """Every part from a roofline; limits that some loads meet."""
-    options = {"new_tokens": 8, "requests": 400, "ttft_slo_s": 0.4, "tpot_slo_s": 0.1, "max_num_seqs": 4}
+    options = {"new_tokens": 8, "requests": 800, "ttft_slo_s": 0.4, "tpot_slo_s": 0.1, "max_num_seqs": 4}
     return by_part(list(run(spec(tiny, **ROOFLINE, **options))))
 
 
@@ -405,7 +405,7 @@ def test_the_number_of_steps_is_what_progress_was_told(tiny: ModelFile) -> None:
     list(run(spec(tiny, **ROOFLINE, utilization=[0.5]), lambda *stage: told.append(stage)))
     assert {total for _, _, total in told[1:]} == {told[-1][2]}
     assert told[-1][1] <= told[-1][2]
-    assert bench.needed_sequences(spec(tiny, batch=[1, 16])) == 16
+    assert opening.needed_sequences(spec(tiny, batch=[1, 16])) == 16
 
 
 def test_a_crash_in_the_middle_loses_no_finished_row(tiny: ModelFile, monkeypatch: pytest.MonkeyPatch) -> None:

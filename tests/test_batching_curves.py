@@ -6,6 +6,7 @@ import math
 import random
 from typing import Any
 
+import numpy as np
 import pytest
 
 from quantlab.bench.batching.batch_sizes import BatchPoint, binds, compute_binds_from, decode_step_s, gains, knee
@@ -13,7 +14,7 @@ from quantlab.bench.batching.load import Asked, at_rate, lengths, mixed
 from quantlab.bench.batching.mixed import waits_and_bounds
 from quantlab.bench.batching.notices import enough_requests
 from quantlab.bench.batching.serve import Cell, Run
-from quantlab.bench.batching.sla import Judged, Search, _late, judge, steps_at_most
+from quantlab.bench.batching.sla import Judged, Search, _against, _late, judge, judged_together, steps_at_most
 from quantlab.bench.batching.spec import BatchingSpec
 from quantlab.bench.batching.target import SimulatedTarget
 from quantlab.bench.batching.theory import saturated
@@ -189,10 +190,8 @@ def test_a_rate_meets_fails_or_is_not_decided() -> None:
     options = spec(ttft_slo_s=0.5, tpot_slo_s=0.05)
     rng = random.Random(0)
     good = [rng.uniform(0.1, 0.3) for _ in range(200)]
-    # As many as are advised: 299 are measured, and with one fewer more than one in a hundred may be late.
-    plenty = [rng.uniform(0.1, 0.3) for _ in range(enough_requests(spec(parts=["sla"])))]
-    assert len(plenty) == 375
-    assert enough_requests(spec()) == 750
+    # 299 are measured, and with one fewer more than one in a hundred may be late.
+    plenty = [rng.uniform(0.1, 0.3) for _ in range(375)]
     assert judge(options, 10.0, answered(plenty)).verdict == "meets"
     assert judge(options, 10.0, answered(plenty)).late.high == pytest.approx(1 - 0.05 ** (1 / 299))
     few = judge(options, 10.0, answered(plenty[:-1]))
@@ -223,6 +222,39 @@ def test_rejections_fail_a_rate_that_would_meet() -> None:
     assert (judged.verdict, judged.within) == ("fails", False)
 
 
+def test_as_many_requests_as_are_advised_decide_for_all_rates_together() -> None:
+    for options in ({"parts": ["sla"]}, {"parts": ["load"]}, {"parts": ["load", "sla"]}):
+        asked = spec(ttft_slo_s=0.5, **options)
+        together = judged_together(asked)
+        n = enough_requests(asked)
+        assert judge(asked, 1.0, answered([0.1] * n), together=together).verdict == "meets"
+        assert judge(asked, 1.0, answered([0.1] * (n - 1)), together=together).verdict == "undecided"
+    assert [judged_together(spec(parts=parts)) for parts in (["sla"], ["load"], ["load", "sla"], ["mixed"])] == [
+        steps_at_most(), 4, 4 + steps_at_most(), 0,
+    ]  # fmt: skip
+    # Of mixed traffic half are interactive, and each policy is judged for itself.
+    assert enough_requests(spec(parts=["mixed"])) == 750
+
+
+def _wrong(seed: int, share: float, together: int) -> bool:
+    """Whether a search decides any rate wrongly, where all up to 0.6 have this share of late requests."""
+    rng, search = np.random.default_rng(seed), Search(1.0)
+    for rate in search.rates():
+        late = (rng.random(1320) < (share if rate < 0.6 else 0.05)).tolist()
+        verdict = _against(_late(late, 1 - 0.05 / together), 0.01)
+        search.tell(told(rate, verdict)._replace(within=sum(late) <= 13))
+    return any(one.verdict == ("meets" if share > 0.01 else "fails") for one in search.judged if one.rate < 0.6)
+
+
+def test_the_confidence_holds_for_the_whole_search() -> None:
+    """At the edge of either verdict, where most of them are wrong by chance: in one search in twenty at most."""
+    together = judged_together(spec(parts=["sla"]))
+    for share in (0.0101, 0.0099):
+        assert sum(_wrong(seed, share, together) for seed in range(80)) <= 6
+    # Each rate for itself is no confidence in a search.
+    assert sum(_wrong(seed, share, 1) for seed in range(80) for share in (0.0101, 0.0099)) > 12
+
+
 def test_a_rate_is_decided_as_often_wrongly_as_it_is_said() -> None:
     """Requests that are late independently of one another, one in a hundred: the edge of both decisions."""
     rng = random.Random(7)
@@ -240,8 +272,8 @@ def test_no_batch_request_waits_beyond_its_bound(policy: str, ageing_s: float) -
     drawn = lengths(spec(requests=300, prompt_tokens=20, new_tokens=10))
     steps = StepModel(0.02, 1e-3, 0.0, 4e-3)
     target = SimulatedTarget(steps, 4096, 4, swap_token_s=1e-5)
-    mu = saturated(target.run(Cell(mixed(at_rate(drawn, math.inf), ttft_slo_s=0.5), 4, 64)).records, 4).mu
-    run = target.run(Cell(mixed(at_rate(drawn, 1.2 * mu), ttft_slo_s=0.5), 4, 64, None, policy, ageing_s))
+    mu = saturated(target.run(Cell(mixed(at_rate(drawn, math.inf), ttft_slo_s=0.5, seed=0), 4, 64)).records, 4).mu
+    run = target.run(Cell(mixed(at_rate(drawn, 1.2 * mu), ttft_slo_s=0.5, seed=0), 4, 64, None, policy, ageing_s))
     found = waits_and_bounds(run.records, ageing_s)
     assert len(found) == 150
     assert all(wait <= bound + 1e-9 for wait, bound in found)

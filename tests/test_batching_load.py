@@ -140,15 +140,23 @@ def test_gaps_vary_as_the_burstiness_says() -> None:
         assert squared_variation_of_gaps(drawn) == pytest.approx(1 / burstiness, rel=0.15, abs=1e-9)
 
 
+def test_gaps_that_are_all_nothing_are_refused() -> None:
+    with pytest.raises(UsageError, match="all requests arrive at one time"):
+        lengths(spec(requests=20, burstiness=1e-9))
+
+
 def test_mixed_traffic_is_the_same_traffic_with_longer_batch_answers() -> None:
     plain = at_rate(lengths(spec(requests=10)), 2.0)
-    both = mixed(plain, ttft_slo_s=0.5)
+    both = mixed(plain, ttft_slo_s=0.5, seed=0)
     assert [a.arrival_s for a in both] == [a.arrival_s for a in plain]
     assert all({a.priority, b.priority} == {"interactive", "batch"} for a, b in zip(both[::2], both[1::2], strict=True))
     # Not in turn, and the same at every rate.
     assert len({a.priority for a in both[::2]}) == 2
-    faster = mixed(at_rate(lengths(spec(requests=10)), 9.0), ttft_slo_s=0.5)
+    faster = mixed(at_rate(lengths(spec(requests=10)), 9.0), ttft_slo_s=0.5, seed=0)
     assert [a.priority for a in both] == [a.priority for a in faster]
+    # Which of them are batch requests is drawn with everything else.
+    drawn = {tuple(a.priority for a in mixed(plain, ttft_slo_s=0.5, seed=seed)) for seed in range(6)}
+    assert len(drawn) > 2
     for mine, was in zip(both, plain, strict=True):
         of_batch = mine.priority == "batch"
         assert mine.new_tokens == (4 if of_batch else 1) * was.new_tokens

@@ -6,6 +6,7 @@ import itertools
 import math
 import random
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -18,11 +19,13 @@ from quantlab.bench.batching.theory import (
     agrees,
     broken_assumptions,
     busy_s,
+    in_service,
     mg1_wait_s,
     mm1_wait_s,
     relaxation_s,
     saturated,
     service_times,
+    shares_s,
 )
 from quantlab.bench.batching.window import Window
 from quantlab.core.errors import QuantlabError
@@ -40,6 +43,21 @@ def record(i: int, arrival: float, admitted: float | None, finished: float | Non
 def alone(steps: StepTime, requests: list[Asked], seqs: int = 1) -> Run:
     """One server in virtual time."""
     return SimulatedTarget(steps, 4096, seqs).run(Cell(requests, seqs, 4096))
+
+
+def test_a_load_in_virtual_time_computes_no_tokens() -> None:
+    """Only where tokens are kept: an engine's step costs many times what a replica's does."""
+    target = SimulatedTarget(StepModel(0.1), 64, 2)
+    cell = Cell([Asked(4, 5, 0.1 * i) for i in range(20)], 2, 64)
+    records = target.run(cell).records
+    assert target._backend.counters()["steps"] == 0
+    kept = target.run(msgspec.structs.replace(cell, keep_tokens=True)).records
+    assert target._backend.counters()["steps"] > 0
+    for a, b in zip(records, kept, strict=True):
+        assert (a.admitted_s, a.first_token_s, a.finished_s) == pytest.approx(
+            (b.admitted_s, b.first_token_s, b.finished_s)
+        )
+        assert len(a.times_s) == len(b.times_s) == 5
 
 
 def poisson(rate: float, new_tokens: list[int], seed: int = 1) -> list[Asked]:
@@ -65,6 +83,23 @@ def test_a_request_that_failed_takes_its_share_and_has_no_service_time() -> None
         record(2, 0.0, None, None, status="failed"),
     ]
     assert service_times(records) == [None, pytest.approx(1.0), None]
+    assert shares_s(records) == [pytest.approx(1.0), pytest.approx(1.0), None]
+    # Two were in service all the time, one of which failed.
+    assert in_service(records) == pytest.approx(2.0)
+
+
+def test_requests_that_are_not_served_are_counted_beside_the_mean_service() -> None:
+    """Every second one fails after a tenth of its service, or is rejected: the others' mean is their own."""
+    whole = [record(i, 2.0 * i, 2.0 * i, 2.0 * i + 1) for i in range(40)]
+    failed = [record(40 + i, 2.0 * i + 1, 2.0 * i + 1, 2.0 * i + 1.1, status="failed") for i in range(40)]
+    rejected = [record(40 + i, 2.0 * i + 1, None, 2.0 * i + 1, status="rejected") for i in range(40)]
+    for others in (failed, rejected):
+        window = Window(Run(whole + others))
+        assert window.services_s == pytest.approx([1.0] * len(window.services_s))
+        assert window.in_service == pytest.approx(1.0)
+        assert window.unserved == pytest.approx(0.5)
+    told = list(broken_assumptions(facts(unserved=0.5), exponential=False))
+    assert told == ["every request is served: 50.0% are rejected or fail"]
 
 
 def test_a_server_that_tells_no_steps_serves_from_the_arrival() -> None:
@@ -267,6 +302,22 @@ def test_bootstrap_of_mean_and_percentile_cover_the_truth() -> None:
         p90 += not bootstrap_interval(samples, 90, seed=seed).excludes(math.log(10))
     assert 86 <= mean <= 100
     assert 84 <= p90 <= 100
+
+
+@pytest.mark.parametrize("n", [2, 3, 7, 10, 101, 375])
+def test_bootstrap_of_a_mean_draws_blocks_around_the_end(n: int) -> None:
+    """Sums of blocks are those of the samples themselves, drawn one resample after the other."""
+    samples = np.random.default_rng(n).exponential(1.0, n)
+    length, rng = max(1, round(n ** (1 / 3))), np.random.default_rng(0)
+    means = []
+    for _ in range(500):
+        starts = rng.integers(0, n, -(-n // length))
+        means.append(samples[((starts[:, None] + np.arange(length)) % n).ravel()[:n]].mean())
+    found = bootstrap_interval(samples.tolist())
+    assert found[1:] == pytest.approx(np.percentile(means, [2.5, 97.5]).tolist())
+    surer = bootstrap_interval(samples.tolist(), confidence=0.999)
+    assert None not in (surer.low, surer.high, found.low, found.high)
+    assert surer.low < found.low < found.high < surer.high or n < 10  # type: ignore[operator]
 
 
 def test_intervals_of_few_samples_have_no_ends() -> None:

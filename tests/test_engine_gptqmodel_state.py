@@ -17,7 +17,7 @@ from safetensors.numpy import load_file, save_file
 
 from quantlab.core.errors import QuantlabError
 from quantlab.core.result import Notice
-from quantlab.quantize import torch_state
+from quantlab.quantize import torch_markers
 from quantlab.quantize.torch_model import read_probe
 from quantlab.quantize.torch_work import EngineDone, EngineJob
 from quantlab.runtime.worker import Channel, run_in_child
@@ -54,9 +54,9 @@ def work(spec: Any, channel: Channel) -> dict[str, EngineDone]:
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
     from quantlab.quantize.engines import gptqmodel
 
-    write, done = torch_state.write, {}
+    write, done = torch_markers.write, {}
     for name, case in msgspec.convert(spec, dict[str, Case]).items():
-        torch_state.write = _interrupting(case, write)
+        torch_markers.write = _interrupting(case, write)
         if case.damaged:
             done[name] = _refused(gptqmodel, case.job, channel)
         else:
@@ -81,7 +81,7 @@ def _refused(engine: Any, job: EngineJob, channel: Channel) -> EngineDone:
 
 
 def _interrupting(case: Case, write: Any) -> Any:
-    def written(folder: Path, finished: torch_state.Finished) -> None:
+    def written(folder: Path, finished: torch_markers.Finished) -> None:
         if finished.layers == case.full_after:
             raise OSError(errno.ENOSPC, "No space left on device")
         write(folder, finished)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quantlab.runtime import llamacpp
+from quantlab.runtime import llamacpp, llamacpp_library
 from quantlab.runtime.backend import Batch, Capacity, Logits
 from quantlab.runtime.llamacpp_streams import Streams
 from quantlab.runtime.step_model import shape_of
@@ -70,11 +70,11 @@ def backend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[llamacp
 
 def _forward(backend: llamacpp.LlamaCppBackend, parts: list[tuple[int, int, list[int]]]) -> tuple[Logits, int]:
     """A step of (slot, position, tokens): logits of each part's last token, and the passes that llama.cpp made."""
-    llamacpp._log.clear()
+    llamacpp_library._log.clear()
     made = [Batch.of(slot, tokens, start, logits="last") for slot, start, tokens in parts]
     names = ("tokens", "positions", "seqs", "logits")
     rows = backend.forward(Batch(*(np.concatenate([getattr(one, name) for one in made]) for name in names)))
-    return np.array(rows), sum("added ubatch" in text for _, text in llamacpp._log)
+    return np.array(rows), sum("added ubatch" in text for _, text in llamacpp_library._log)
 
 
 @pytest.mark.parametrize("slots", [[0, 1, 2, 3], [3, 2, 1, 0], [6, 0, 5, 2]])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -16,7 +17,10 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
+from quantlab.bench.prefix_cache import bench
 from quantlab.bench.prefix_cache.measure import Bed
+from quantlab.bench.prefix_cache.notices import of_row
+from quantlab.bench.prefix_cache.rows import Row
 from quantlab.bench.prefix_cache.scenarios import Stream, Texts, count, recorded, stream
 from quantlab.bench.prefix_cache.serve import measure
 from quantlab.bench.prefix_cache.spec import SCENARIOS, PrefixCacheSpec, parse_bytes
@@ -27,6 +31,7 @@ from quantlab.core.artifact import content_sha256
 from quantlab.core.errors import QuantlabError, UsageError
 from quantlab.core.model import ModelFile
 from quantlab.core.progress import silent
+from quantlab.core.result import Measurement, ModelInfo, Notice, RuntimeInfo
 from quantlab.lab.execute import Lab, fingerprint
 from quantlab.lab.prefix_cache import prefix_cache_step
 from quantlab.lab.recipe import read_recipe, run_recipe
@@ -130,6 +135,41 @@ def test_the_hits_of_a_trace_are_its_reusable_ids(mooncake: Path) -> None:
     assert rates == sorted(rates)
     assert rates[-1] == hit_rate([one.cached_tokens for one in served], found.prompts)
     assert rates[0] < rates[-2] <= rates[-1]
+
+
+def test_a_trace_that_is_shortened_says_so(mooncake: Path) -> None:
+    details = {"agreement": {"same_steps": 0.0}, "answers": 1, "same_answers": 1, "expected_hit_rate": 0.5}
+    row = Row("scenario", {"hit_rate": Measurement("share", "higher", [0.5])}, {"scenario": "trace", **details})
+    said = {notice.code: notice.message for notice in of_row(spec(trace=str(mooncake), requests=100), row)}
+    assert "512 recorded tokens are one block of 16" in said["scaled-trace"]
+    assert "32.0 times as short" in said["scaled-trace"]
+    with mooncake.open() as lines:
+        longer = sum(
+            round(json.loads(line)["input_length"] / 32) > 2048 for line, _ in zip(lines, range(100), strict=False)
+        )
+    assert longer > 0
+    assert said["cut-prompts"] == f"{longer} of 100 recorded prompts were cut to 2048 tokens"
+    assert "cut-prompts" not in {n.code for n in of_row(spec(trace=str(mooncake), requests=100, simulate=True), row)}
+    assert not list(of_row(spec(), row))
+
+
+def test_what_is_said_of_the_machine_stays_with_its_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Target:
+        runtime = RuntimeInfo("llamacpp", "1", "cpu", "F16", {}, 1)
+        at = 0
+
+        def rows(self) -> Iterator[Row]:
+            for self.at in (1, 2, 3):
+                yield Row("tiers", {}, {})
+
+        def notices(self) -> list[Notice]:
+            return [Notice("busy-machine", f"row {self.at}")]
+
+    monkeypatch.setattr(bench, "opened_model", lambda *_: contextlib.nullcontext(Target()))
+    monkeypatch.setattr(bench, "model_info", lambda _: ModelInfo("m", "gguf", "none", 1, 16.0, {}))
+    outcomes = list(bench.run(spec()))
+    assert [o.warnings[0].message for o in outcomes] == ["row 1", "row 2", "row 3"]
+    assert [o.details["complete"] for o in outcomes] == [False, False, True]
 
 
 def test_a_trace_without_ids_is_refused(shared: Path) -> None:
@@ -287,6 +327,8 @@ def test_sizes_are_read_with_their_unit(text: str | int, size: int) -> None:
         ({"trace": "t", "prefix_tokens": 512}, "a trace has its own lengths"),
         ({"simulate": True, "tiers": True}, "not simulated"),
         ({**VIRTUAL, "repeats": 3}, "repeats itself"),
+        ({**VIRTUAL, "threads": 3}, "no model is run"),
+        ({**VIRTUAL, "device": "cpu"}, "no model is run"),
         ({"served_model": "x"}, "of an endpoint"),
         ({"scenarios": "chat"}, "unknown option `scenarios`"),
     ],

@@ -55,8 +55,9 @@ class Histories(RuleBasedStateMachine):
     @precondition(lambda self: len(self.running) < self.n_seq - 1)
     @rule(tokens=prompts, salt=st.sampled_from(["", "a"]))
     def begin(self, tokens: list[int], salt: str) -> None:
-        told = self.cache.peek(tokens, salt)
-        slot, held = self.cache.begin(tokens, salt)
+        prompt = self.cache.prompt(tokens, salt)
+        told = self.cache.peek(prompt)
+        slot, held = self.cache.begin(prompt)
         assert told <= held < len(tokens)
         assert slot not in self.running
         compute(self.on, slot, tokens[: held + (len(tokens) - held) // 2])
@@ -66,9 +67,11 @@ class Histories(RuleBasedStateMachine):
     @rule(which=st.integers(0), more=st.lists(st.integers(0, 20), max_size=6))
     def fill(self, which: int, more: list[int]) -> None:
         slot = sorted(self.running)[which % len(self.running)]
-        tokens = (self.running.pop(slot) + more)[:N_CTX]
-        compute(self.on, slot, tokens)
-        self.running[self.cache.filled(slot, tokens)] = tokens
+        tokens = self.running.pop(slot)
+        more = more[: N_CTX - len(tokens)]
+        compute(self.on, slot, tokens + more)
+        self.cache._leases[slot].prompt.extend(more)
+        self.running[self.cache.filled(slot)] = tokens + more
 
     @precondition(lambda self: len(self.running) < self.n_seq - 1)
     @rule(stream=st.lists(prompts, min_size=1, max_size=4))
@@ -80,8 +83,8 @@ class Histories(RuleBasedStateMachine):
     @rule(which=st.integers(0), sound=st.booleans())
     def end(self, which: int, sound: bool) -> None:
         slot = sorted(self.running)[which % len(self.running)]
-        tokens = self.running.pop(slot)[: self.on.length(slot)]
-        self.cache.end(slot, tokens if sound else [])
+        del self.running[slot]
+        self.cache.end(slot, self.on.length(slot) if sound else 0)
 
     @rule()
     def clear(self) -> None:
@@ -144,7 +147,7 @@ def test_hits_and_evictions_are_those_of_the_model(most: int, steps: list[tuple[
     running: list[tuple[int, int, list[int]]] = []
     for name, (step, tokens, which) in enumerate(steps):
         if step == "begin" and len(running) < 6:
-            slot, held = cache.begin(tokens)
+            slot, held = cache.begin(cache.prompt(tokens))
             assert held == model.begin(name, tokens)
             compute(on, slot, tokens)
             running.append((name, slot, tokens))
@@ -152,14 +155,14 @@ def test_hits_and_evictions_are_those_of_the_model(most: int, steps: list[tuple[
             of, slot, prompt = running.pop(which % len(running))
             model.offer(of, prompt)
             if step == "fill":
-                running.append((of, cache.filled(slot, prompt), prompt))
+                running.append((of, cache.filled(slot), prompt))
             else:
-                cache.end(slot, prompt)
+                cache.end(slot, len(prompt))
                 model.end(of)
         blocks = {tuple(np.frombuffer(block.prefix(), np.int32).tolist()) for block in cache._tree.device}
         assert blocks == set(model.used)
     for _, slot, tokens in running:
-        cache.end(slot, tokens)
+        cache.end(slot, len(tokens))
     check(cache, on)
 
 
@@ -214,10 +217,10 @@ def test_ram_has_a_budget_of_its_own() -> None:
 def test_more_sequences_than_the_backend_has_are_refused() -> None:
     on = backend(2)
     cache = PrefixCache(on, budget_tokens=40, block_tokens=BLOCK)
-    cache.begin([1])
-    cache.begin([2])
+    cache.begin(cache.prompt([1]))
+    cache.begin(cache.prompt([2]))
     with pytest.raises(QuantlabError, match="2 sequences run"):
-        cache.begin([3])
+        cache.begin(cache.prompt([3]))
 
 
 def test_a_hash_only_finds_a_block() -> None:

@@ -24,7 +24,7 @@ from quantlab.engine import (
     Swap,
     limits_of,
 )
-from quantlab.engine.prefix_cache import BlockStore, PrefixCache
+from quantlab.engine.prefix_cache import BlockStore, PrefixCache, block_key
 from quantlab.engine.prefix_cache.restoring import RestoreCosts, worth_restoring
 from quantlab.runtime.backend import Backend, Batch, Capacity
 from quantlab.runtime.step_model import StepModel
@@ -101,6 +101,35 @@ def test_a_running_prompt_is_shared_before_it_ends_and_salts_keep_apart() -> Non
     # The last token of a prompt that is held as a whole is computed.
     assert [record.cached_tokens for record in records] == [0, 28, 0, 28]
     assert [r.cached_tokens for r in engine.run([msgspec.structs.replace(requests[0], prompt=BEGINNING[:28])])] == [27]
+
+
+def test_a_sequence_that_was_swapped_out_stays_with_its_salt() -> None:
+    on = backend(4, n_ctx=96)
+    cache = PrefixCache(on, budget_tokens=160, block_tokens=BLOCK)
+    engine = Engine(
+        on, Limits(1, 64, 96, 96), clock=on.clock, order=PriorityOrder(60.0), preemption=Swap(), prefix=cache
+    )
+    secret = Request(0, BEGINNING, 40, cache_salt="a", priority="batch")
+    records = engine.run([secret, Request(1, np.full(9, 7, np.int32), 2, 0.1)])
+    assert records[0].swapped == 1
+    others = [Request(i, BEGINNING, 1, cache_salt=salt) for i, salt in enumerate(["", "b", "a"])]
+    assert [record.cached_tokens for record in engine.run(others)] == [0, 0, 28]
+
+
+def test_each_block_of_a_request_is_hashed_once() -> None:
+    hashed: list[bytes] = []
+
+    def counting(parent: bytes, tokens: bytes) -> bytes:
+        hashed.append(tokens)
+        return block_key(parent, tokens)
+
+    on = backend(4, n_ctx=96)
+    cache = PrefixCache(on, budget_tokens=160, block_tokens=BLOCK, hash_block=counting)
+    engine = Engine(on, limits_of(on, prefix_tokens=160), clock=on.clock, prefix=cache)
+    for _ in range(2):
+        engine.run([Request(0, BEGINNING, 15), Request(1, np.concatenate([BEGINNING, [1, 2, 3]]), 15)])
+    # The last token of an answer is in no KV.
+    assert len(hashed) == 2 * ((30 + 14) // BLOCK + (33 + 14) // BLOCK)
 
 
 def test_a_conversation_goes_on_from_its_own_answer() -> None:
@@ -281,12 +310,12 @@ def test_shared_restored_and_computed_blocks_give_the_same_logits(model: Backend
     for _ in range(2):
         cache = PrefixCache(model, budget_tokens=64, store=BlockStore(tmp_path, model.identity()))
         for _ in range(2):
-            slot, held = cache.begin(tokens)
+            slot, held = cache.begin(cache.prompt(tokens))
             if not held:
                 model.forward(Batch.of(slot, tokens[:48], 0, logits="none"))
             rows = model.forward(Batch.of(slot, tokens[48:], 48, logits="all"))
             np.testing.assert_array_equal(rows, expected)
-            cache.end(slot, tokens)
+            cache.end(slot, len(tokens))
         cache.persist()
         model.reset()
     assert cache.counters()["hit_disk_tokens"] == 48

@@ -163,6 +163,7 @@ def test_what_nobody_tells_is_not_made_up(served: Callable[..., FakeServer]) -> 
     (row,) = rows(served(Caching("unknown")).url)
     assert row.details["counted_by"] == "none"
     assert set(row.measurements) == {"ttft_cold", "ttft_warm"}
+    assert set(row.details["not_measured"]) == {"kv_bytes_saved", "same_answers", "tiers"}
     assert "no-cached-counts" in codes(row)
 
 
@@ -199,6 +200,7 @@ def test_usage_goes_before_metrics_and_half_told_is_not_told() -> None:
     [
         ({"trace": "t.jsonl"}, "trace"), ({"budget": "1MB"}, "--budget"), ({"tiers": True}, "--tiers"),
         ({"threads": 2}, "--threads"), ({"dtype": "float16"}, "dtype"), ({"simulate": True}, "not simulated"),
+        ({"runtime": "torch"}, "--runtime torch"), ({"device": "cpu"}, "--device"),
     ],
 )  # fmt: skip
 def test_options_that_a_server_cannot_heed_are_refused(options: dict[str, Any], says: str) -> None:

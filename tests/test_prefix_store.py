@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from quantlab.core.errors import QuantlabError, UsageError
-from quantlab.engine.prefix_cache import PrefixCache, root_key
+from quantlab.engine.prefix_cache import PrefixCache
 from quantlab.runtime.simulated import SimulatedBackend
 from tests.full_disk import limited_files
 from tests.prefix_cases import BLOB_BYTES, BLOCK, ROOT, backend, check, serve, store_of
@@ -118,18 +118,13 @@ def test_a_damaged_block_is_a_miss_and_a_warning(tmp_path: Path, spoil: Callable
     filled(tmp_path)
     on = backend(3)
     cache = cache_on(on, tmp_path)
-    second = cache._tree.key(cache._tree.key(root_key(on.identity()), cache_bytes(0)), cache_bytes(1))
-    path = cache._residency.store._path(second)
+    path = cache._residency.store._path(cache.prompt(PROMPT).key(1))
     path.write_bytes(spoil(path.read_bytes()))
     assert serve(cache, on, PROMPT) == BLOCK
     assert not path.exists()
     assert [notice.code for notice in cache.notices()] == ["damaged-block"]
     cache.persist()
     assert path.exists()
-
-
-def cache_bytes(index: int) -> bytes:
-    return b"".join(token.to_bytes(4, "little") for token in PROMPT[index * BLOCK : (index + 1) * BLOCK])
 
 
 def test_a_block_under_the_name_of_another_is_a_miss(tmp_path: Path) -> None:

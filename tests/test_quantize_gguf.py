@@ -362,6 +362,7 @@ def test_a_dry_run_predicts_what_the_run_writes(wide: Path, narrow: Path, tmp_pa
         outcome = methods.run(spec, silent)
         # The head of the file is padded to 32 bytes.
         assert abs(predicted.size_bytes - out.stat().st_size) <= 32
+        assert predicted.disk_bytes == predicted.size_bytes
         assert predicted.bits_per_weight == outcome.model.bits_per_weight
         assert predicted.tensor_types == outcome.model.tensor_types
         assert predicted.peak_process_bytes == pytest.approx(
@@ -438,6 +439,8 @@ def test_the_types_of_a_folder_are_predicted_without_converting_it(stories: Path
     outcome = methods.run(spec, silent)
     assert predicted.tensor_types == outcome.model.tensor_types
     assert predicted.size_bytes == pytest.approx((tmp_path / "o.gguf").stat().st_size, rel=0.001)
+    # The folder is converted to a GGUF of 16 bits first.
+    assert predicted.disk_bytes - predicted.size_bytes == pytest.approx(2 * 260_000, rel=0.05)
 
 
 def test_a_folder_without_its_files_is_refused(tmp_path: Path) -> None:

@@ -161,6 +161,8 @@ def test_too_little_room_is_told_before_any_work(wide: Path, tmp_path: Path, mon
         free = 1000
 
     monkeypatch.setattr("shutil.disk_usage", lambda _: Usage)
+    with pytest.raises(QuantlabError, match="free"):
+        methods.dry_run(QuantizeSpec(model_file(wide), str(tmp_path / "o.gguf"), threads=1), silent)
     monkeypatch.setattr("quantlab.quantize.gguf.run_in_child", lambda *_: pytest.fail("work was begun"))
     with pytest.raises(QuantlabError, match="free"):
         run(wide, tmp_path / "o.gguf")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -81,6 +82,7 @@ def test_every_row_has_the_contracts_numbers_and_the_answer_a_reason(target: Pat
         assert set(row.measurements["output_identity"].samples) == {1.0}
         assert set(row.details["categories"]) == {"code", "chat", "maths", "summarization", "retrieval"}
         assert row.details["divergence"] is None
+        assert "draft-larger" not in {w.code for w in row.warnings}
     copy = [r for r in rows if r.details["draft"] == "self:Q4_0" and r.details["k"] == 3]
     for row in copy:
         # Its own copy in 4 bits says mostly the same.
@@ -112,7 +114,8 @@ def test_every_row_has_the_contracts_numbers_and_the_answer_a_reason(target: Pat
 
 def test_sampling_has_no_identity_and_repeats_itself(target: Path, tmp_path: Path) -> None:
     lab = Lab(None, offline=True)
-    first, again = (measured(target, lab, draft="self:Q4_0", k="2", temperature=0.9, adaptive=False) for _ in range(2))
+    options = {"k": "2", "temperature": 0.9, "adaptive": False, "categories": "chat,code"}
+    first, again = (measured(target, lab, draft="self:Q4_0", **options) for _ in range(2))
     assert "output_identity" not in first[0].measurements
     for name in ("accepted", "tested", "new_tokens"):
         assert first[0].details[name] == again[0].details[name] > 0
@@ -147,10 +150,10 @@ def test_a_wrong_option_of_a_recipe_stops_it_before_the_first_step(target: Path,
 
 
 def test_drafts_are_read_as_they_are_written() -> None:
-    assert parse_draft("ngram") == ("ngram", "", False)
-    assert parse_draft("self:q4_k_m") == ("draft", "Q4_K_M", True)
-    assert parse_draft("medusa:a:b.safetensors") == ("medusa", "a:b.safetensors", False)
-    assert parse_draft("org/name@main") == ("draft", "org/name@main", False)
+    assert parse_draft("ngram") == ("ngram", "", "ngram", False)
+    assert parse_draft("self:q4_k_m") == ("draft", "Q4_K_M", "self:q4_k_m", True)
+    assert parse_draft("medusa:a:b.st") == ("medusa", "a:b.st", "medusa:a:b.st", False)
+    assert parse_draft("org/name@main") == ("draft", "org/name@main", "org/name@main", False)
     for text, says in (("eagle:", "names no file"), (" ", "is empty"), ("self:", "unknown type")):
         with pytest.raises(UsageError, match=says):
             parse_draft(text)
@@ -166,11 +169,20 @@ def test_a_draft_larger_than_the_target_is_warned_of(target: Path) -> None:
     lab = Lab(None, offline=True)
     small = found(lab, str(target), {"draft": "self:Q4_0"})[1][0].model
     assert small is not None
-    results = measured(Path(small.path), lab, draft=str(target), k="1", adaptive=False)
-    assert {w.code for w in results[0].warnings} >= {"draft-larger"}
-    assert {w.code for w in measured(target, lab, draft="ngram", k="1", adaptive=False)[0].warnings}.isdisjoint(
-        {"draft-larger"}
-    )
+    results = measured(Path(small.path), lab, draft=str(target), k="1", adaptive=False, categories="chat")
+    assert "draft-larger" in {w.code for w in results[0].warnings}
+
+
+def test_drafts_of_one_name_are_told_apart_as_they_were_written(target: Path, tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        shutil.copy(target, tmp_path / name / "small.gguf")
+    texts = [str(tmp_path / name / "small.gguf") for name in ("a", "b")]
+    lab = Lab(None, offline=True)
+    assert [draft.label for draft in found(lab, str(target), {"draft": texts})[1]] == texts
+    assert [draft.label for draft in found(lab, str(target), {"draft": texts[:1]})[1]] == ["small"]
+    with pytest.raises(UsageError, match="given twice"):
+        measured(target, lab, draft=texts[:1] * 2)
 
 
 def test_a_k_beyond_the_context_and_heads_for_llamacpp_are_refused(target: Path) -> None:
@@ -207,32 +219,59 @@ def test_the_command_prints_tables_and_json(target: Path, tmp_path: Path) -> Non
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code", "says"),
-    [
-        ([], 2, "nothing drafts"),
-        (["--draft", "ngram", "-k", "x"], 2, "`x` is no size"),
-        (["--draft", "ngram", "-k", "0"], 2, "`0` is no size"),
-        (["--draft", "ngram", "--prompts", "none.jsonl"], 1, "No such file"),
-        (["--draft", "none.gguf"], 1, "does not exist"),
-        (["--draft", "ngram", "--model", "x"], 2, "of an endpoint"),
-        (["--draft", "ngram", "--temperature", "-1"], 2, "`--temperature` -1"),
-    ],
-)
-def test_wrong_use_is_named(target: Path, tmp_path: Path, arguments: list[str], code: int, says: str) -> None:
-    done = quantlab(str(target), *arguments, cwd=tmp_path)
-    assert (done.returncode, done.stdout) == (code, "")
-    assert says in done.stderr
-    assert "Traceback" not in done.stderr
+# What is refused, by exit code and message; M is the GGUF file, S the folder.
+REFUSED: list[tuple[str, int, str]] = [
+    ("M", 2, "nothing drafts"),
+    ("M --draft ngram -k x", 2, "`x` is no size"),
+    ("M --draft ngram -k 0", 2, "`0` is no size"),
+    ("M --draft ngram --prompts none.jsonl", 1, "No such file"),
+    ("M --draft none.gguf", 1, "does not exist"),
+    ("M --draft ngram --model x", 2, "of an endpoint"),
+    ("M --draft ngram --temperature -1", 2, "`--temperature` -1"),
+    ("M --draft ngram -k 2 -n 3", 2, "raise `--new-tokens` to 4"),
+    ("S --draft medusa:none.safetensors", 1, "`none.safetensors` is no file"),
+    ("S --draft medusa:S/model.safetensors", 1, "holds no heads of quantlab"),
+    ("train M", 2, "GGUF file, and torch reads none"),
+    ("train S -m medusas", 2, "did you mean `medusa`"),
+    ("train S -o heads.bin", 2, "does not end in .safetensors"),
+    ("train S --heads 0", 2, "`--heads` 0"),
+]
+# All in one process: most of a command's time is its start.
+DRIVER = """
+import contextlib, io, json, sys
+from quantlab.cli.app import main
+done = []
+for arguments in json.load(sys.stdin):
+    sys.argv, out, err, code = ["quantlab", "speculative", *arguments], io.StringIO(), io.StringIO(), 0
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            main()
+        except SystemExit as ended:
+            code = ended.code
+    done.append([code, out.getvalue(), err.getvalue()])
+print(json.dumps(done))
+"""
 
 
-def test_training_is_asked_wrongly(target: Path, stories: Path, tmp_path: Path) -> None:
-    for arguments, says in (
-        (["train", str(target)], "GGUF file, and torch reads none"),
-        (["train", str(stories), "-m", "medusas"], "did you mean `medusa`"),
-        (["train", str(stories), "-o", "heads.bin"], "does not end in .safetensors"),
-        (["train", str(stories), "--heads", "0"], "`--heads` 0"),
-    ):
-        done = quantlab(*arguments, cwd=tmp_path)
-        assert done.returncode == 2
-        assert says in done.stderr
+@pytest.fixture(scope="module")
+def refusals(target: Path, stories: Path, cache: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    places = {"M": str(target), "S": str(stories), "medusa:S/model.safetensors": f"medusa:{stories}/model.safetensors"}
+    calls = [[places.get(word, word) for word in words.split()] for words, _, _ in REFUSED]
+    done = subprocess.run(
+        [sys.executable, "-c", DRIVER],
+        input=json.dumps(calls),
+        cwd=tmp_path_factory.mktemp("refused"),
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "QUANTLAB_CACHE": str(cache)},
+    )
+    return dict(zip((words for words, _, _ in REFUSED), json.loads(done.stdout), strict=True))
+
+
+@pytest.mark.parametrize(("words", "code", "says"), REFUSED)
+def test_wrong_use_is_named(refusals: dict[str, Any], words: str, code: int, says: str) -> None:
+    exit_code, shown, said = refusals[words]
+    assert (exit_code, shown) == (code, "")
+    assert says in said
+    assert "Traceback" not in said

@@ -59,7 +59,7 @@ def drafting(seed: int = 1) -> DraftModel:
 
 
 def adaptive() -> AdaptiveLength:
-    return AdaptiveLength(3, RoundCosts(0.1, (1.0, 1.1, 1.2, 1.3)))
+    return AdaptiveLength(3, RoundCosts((0.0, 0.1, 0.2, 0.3), (1.0, 1.1, 1.2, 1.3)))
 
 
 def test_200_000_continuations_have_the_targets_distribution() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from quantlab.bench.speculative import points
 from quantlab.bench.speculative.cell import ADAPTIVE, Answer, Ran
-from quantlab.bench.speculative.costs import VerifyTimes
+from quantlab.bench.speculative.costs import TimesByTokens
 from quantlab.bench.speculative.diagnosis import Point, best_of, diagnose, switch_off_batch
 from quantlab.bench.speculative.points import Group, Pooled
 from quantlab.bench.speculative.prompts import encode, read_prompts
@@ -55,6 +55,9 @@ def test_rounds_that_the_end_of_an_answer_shortens_are_left_out_of_tokens_per_ve
     assert points.pooled([group], 3, whole=11).rounds == found[:2]
     ended = Group("code", [0], {3: run(7, 0.5, rounds((3, 3, 4), (3, 2, 2, True)))})
     assert points.pooled([ended], 3, whole=100).rounds == rounds((3, 3, 4))
+    # One that adapts could have drafted as many as the longest: 10 are left, then 6, then 3.
+    adapts = Group("code", [0], {ADAPTIVE: run(11, 0.5, rounds((3, 3, 4), (2, 2, 3), (2, 2, 3))), 3: run(1, 0, [])})
+    assert points.pooled([adapts], ADAPTIVE, whole=11).rounds == rounds((3, 3, 4), (2, 2, 3))
 
 
 def test_costs_are_medians_of_full_steps_and_the_prediction_follows() -> None:
@@ -63,17 +66,39 @@ def test_costs_are_medians_of_full_steps_and_the_prediction_follows() -> None:
     half = [StepTimes(2, 2, 0, 0.0, 9.0, 9.0)]
     answered = rounds((3, 3, 4), (3, 0, 1), (3, 3, 4))
     group = Group("code", [0], {0: run(30, 0.29, [], plain), 3: run(30, 0.145, answered, drafted + half)})
-    costs = points.costs_of([group], 1)
-    assert costs.c == pytest.approx(0.2)
+    costs = points.costs_of_groups([group], 1)
+    assert costs.c(3) == pytest.approx(0.2)
     assert costs.v(3) == pytest.approx(1.4)
     # Between the shapes that ran it is linear.
     assert costs.v(1) == pytest.approx(1 + 0.4 / 3)
     a = 6 / 7
     expected = (1 - a**4) / (1 - a)
     assert points.expected_tokens_per_verify(Pooled(answered)) == pytest.approx(expected)
-    assert points.predicted(Pooled(answered), costs) == pytest.approx(expected / (3 * 0.2 + 1.4))
-    assert points.predicted(Pooled(rounds((0, 0, 1))), costs) is None
+    assert points.predicted([group], 3, costs, 30) == pytest.approx(expected / (3 * 0.2 + 1.4))
+    silent = Group("code", [0], {3: run(30, 0.1, rounds((0, 0, 1)), plain[:1])})
+    assert points.predicted([silent], 3, costs, 30) is None
+    # No step of a whole draft.
+    assert points.predicted([group], 3, costs, 4) is None
     assert points.speedup([group], 3) == (pytest.approx(2.0), None, None)
+
+
+def test_the_prediction_for_a_batch_is_of_its_steps() -> None:
+    """Two sequences; in the second step only one has a draft: three rows at 12 ms, the draft is waited for by both."""
+    plain = [StepTimes(2, 2, 0, 0.0, 0.010, 0.010)] * 3
+    both, one = StepTimes(2, 4, 1, 0.002, 0.020, 0.03), StepTimes(2, 3, 1, 0.002, 0.012, 0.03)
+    late = StepTimes(1, 2, 1, 9.0, 9.0, 9.0)
+    answers = [
+        Answer(list(range(9)), 1.0, 2.0, rounds((1, 1, 2), (1, 0, 1), (1, 1, 1, True))),
+        Answer(list(range(9)), 1.0, 2.0, rounds((1, 1, 2), (0, 0, 1), (1, 1, 2), (1, 1, 2))),
+    ]
+    ran = Ran(answers, [both, one, both, late], 0.0)
+    group = Group("code", [0, 1], {0: run(9, 0.1, [], plain), 1: ran})
+    costs = points.costs_of_groups([group] * 3, 2)
+    # Accepted of tested in whole rounds: 1, 0, then 1, 1 and 1. The third step has a round that ended an answer.
+    a = 4 / 5
+    tokens = ((1 + a) + (1 + a) + (1 + a) + 1) / 4
+    steps = ((2 + 20) / 10 + (2 + 12) / 10) / 2
+    assert points.predicted([group], 1, costs, 99) == pytest.approx(tokens / steps)
 
 
 def test_speed_is_of_the_tokens_after_the_first_and_of_whole_answers_apart() -> None:
@@ -97,13 +122,29 @@ def test_identity_is_of_prompts() -> None:
 
 
 def test_verify_times_take_shapes_that_ran_often() -> None:
-    times = VerifyTimes()
+    times = TimesByTokens()
     for tokens, seconds in ((1, 1.0), (1, 1.2), (1, 1.1), (3, 2.0), (3, 2.0), (3, 2.0), (2, 99.0)):
         times.add(tokens, seconds)
     assert times.seconds(2) == pytest.approx((1.1 + 2.0) / 2)
-    assert times.ratio(9) == pytest.approx(2.0 / 1.1)
+    assert times.seconds(9) == pytest.approx(2.0)
     with pytest.raises(ValueError, match="no step"):
-        VerifyTimes().seconds(1)
+        TimesByTokens().seconds(1)
+
+
+def test_a_draft_that_is_made_at_once_costs_the_same_at_every_length() -> None:
+    """Heads take 6 ms for one token and for four; between them it is linear, and no tokens take no time."""
+    plain = [StepTimes(1, 1, 0, 0.0, 0.010, 0.010)] * 3
+    short, long = [StepTimes(1, 2, 1, 0.006, 0.012, 0.02)] * 9, [StepTimes(1, 5, 4, 0.006, 0.014, 0.02)] * 3
+    found = rounds((4, 4, 5), (4, 0, 1))
+    group = Group("code", [0], {0: run(9, 0.1, [], plain), 1: run(9, 0.1, [], short), 4: run(9, 0.1, found, long)})
+    costs = points.costs_of_groups([group], 1)
+    assert [costs.c(k) for k in (0, 1, 2, 4)] == pytest.approx([0, 0.6, 0.3, 0.15])
+    assert (costs.steps(0), costs.steps(4)) == (1, pytest.approx(0.6 + 1.4))
+    a = 4 / 5
+    assert points.predicted([group], 4, costs, 99) == pytest.approx((1 - a**5) / (1 - a) / 2.0)
+    # A draft that ran once has no other time.
+    single = Group("code", [0], {0: run(9, 0.1, [], plain), 1: run(9, 0.1, [], short[:1])})
+    assert points.costs_of_groups([single], 1).c(1) == pytest.approx(0.6)
 
 
 def test_groups_are_full_and_of_one_category() -> None:
@@ -227,9 +268,26 @@ def test_spec_bench_is_read(shared: Path) -> None:
     }  # fmt: skip
 
 
+def test_a_text_may_hold_any_character_and_the_file_a_mark_of_its_bytes_order(tmp_path: Path) -> None:
+    lines = ('{"prompt": "one\u2028two\x85three"}', '{"prompt": "b"}')
+    (tmp_path / "p").write_text("\ufeff" + "\r\n".join(lines), encoding="utf-8", newline="")
+    prompts = read_prompts(str(tmp_path / "p"), None, 4)
+    assert [p.messages[0]["content"] for p in prompts] == ["one\u2028two\x85three", "b"]
+
+
 @pytest.mark.parametrize(
     "line",
-    ["{", "[]", '{"turns": []}', '{"turns": [1]}', '{"prompt": " "}', '{"messages": [{}]}', '{"messages": []}', "3"],
+    [
+        '{"prompt": "\\ud800"}',
+        "{",
+        "[]",
+        '{"turns": []}',
+        '{"turns": [1]}',
+        '{"prompt": " "}',
+        '{"messages": [{}]}',
+        '{"messages": []}',
+        "3",
+    ],
 )
 def test_a_damaged_line_is_named(tmp_path: Path, line: str) -> None:
     file = write_lines(tmp_path / "p.jsonl", {"prompt": "fine"}, line)
@@ -293,7 +351,7 @@ NGRAM = DraftSource("ngram", "ngram")
         ({"k": [65]}, "`-k` 65"),
         ({"batch": [0]}, "`--batch` 0"),
         ({"new_tokens": 1}, "`--new-tokens` 1"),
-        ({"k": [64], "new_tokens": 64}, "`-k` 64 with answers of 64 tokens"),
+        ({"k": [63], "new_tokens": 64}, "`-k` 63 with answers of 64 tokens"),
         ({"new_tokens": 3000}, "in a context of 2048"),
         ({"temperature": -1.0}, "`--temperature` -1"),
         ({"prompt_lookup_max": 1, "prompt_lookup_min": 2}, "`--prompt-lookup-max` 1 is below"),
@@ -308,6 +366,10 @@ def test_what_cannot_be_measured_is_refused(options: dict[str, Any], says: str) 
     with pytest.raises(UsageError, match=says) as caught:
         SpeculativeSpec(**({"model": MODEL, "draft": [NGRAM]} | options))
     assert caught.value.hint
+
+
+def test_the_longest_draft_that_fits_an_answer_is_taken() -> None:
+    assert SpeculativeSpec(MODEL, draft=[NGRAM], k=[62], new_tokens=64).k == [62]
 
 
 def test_a_server_drafts_by_itself() -> None:

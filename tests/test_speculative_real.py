@@ -99,7 +99,7 @@ def test_greedy_output_is_the_targets_for_every_proposer(
     small = open_model("q4")
     n_vocab = target.describe().n_vocab
     draft = DraftModel(small, name="q4", n_shared=shared_vocabulary(target, small), n_vocab=n_vocab)
-    costs = RoundCosts(0.2, (1.0, 1.2, 1.4, 1.6, 1.8, 2.0, 2.2))
+    costs = RoundCosts(tuple(0.2 * k for k in range(7)), tuple(1 + 0.2 * k for k in range(7)))
     for proposer, length in (
         (NgramProposer(), FixedLength(4)),
         (draft, FixedLength(1)),

@@ -25,6 +25,8 @@ from quantlab.runtime.step_model import StepModel
 from tests.synthetic_draft import SyntheticDraft, simulated
 
 STEP_S, DRAFT_S, TOKEN_S = 0.010, 0.002, 0.0005
+# Of rounds of up to 8 draft tokens.
+COSTS = RoundCosts(tuple(k * DRAFT_S for k in range(9)), (STEP_S, *(STEP_S + (k + 1) * TOKEN_S for k in range(1, 9))))
 
 
 def run(acceptance: float, length: DraftLength, new_tokens: int, *, n_seq: int = 1) -> list[Speculated]:
@@ -71,19 +73,17 @@ def test_what_is_decoded_is_what_plain_decoding_gives() -> None:
 
 @pytest.mark.parametrize("a", [0.2, 0.6, 0.8, 0.95])
 def test_the_adaptive_length_is_as_good_as_the_best_fixed_one(a: float) -> None:
-    costs = RoundCosts(DRAFT_S, (STEP_S, *(STEP_S + (k + 1) * TOKEN_S for k in range(1, 9))))
     fixed = [tpot_s(run(a, FixedLength(k), 1000)[0]) for k in range(9)]
     best = int(np.argmin(fixed))
     # Beside the best one lie others that are as good.
-    assert abs(theory.best_k(a, costs.c, costs.v, 8) - best) <= 1
-    (adaptive,) = run(a, AdaptiveLength(8, costs), 3000)
+    assert abs(theory.best_k(a, COSTS.steps, 8)[0] - best) <= 1
+    (adaptive,) = run(a, AdaptiveLength(8, COSTS), 3000)
     assert tpot_s(adaptive) < 1.04 * fixed[best]
     assert best == 0 or tpot_s(adaptive) < 0.97 * fixed[0]
 
 
 def test_it_stops_drafting_where_nothing_is_accepted() -> None:
-    costs = RoundCosts(DRAFT_S, (STEP_S, *(STEP_S + (k + 1) * TOKEN_S for k in range(1, 9))))
-    (sequence,) = run(0.02, AdaptiveLength(8, costs), 1200)
+    (sequence,) = run(0.02, AdaptiveLength(8, COSTS), 1200)
     drafted = [round_.drafted for round_ in sequence.rounds]
     tries = [i for i, n in enumerate(drafted) if n and i > 20]
     # It still tries, and would find out if the text became easy; each time it waits twice as long.
@@ -94,11 +94,14 @@ def test_it_stops_drafting_where_nothing_is_accepted() -> None:
 
 def test_it_never_drafts_where_costs_forbid_it() -> None:
     """A draft as slow as the target: not even one without a fault pays, and nothing is worth a try."""
-    (sequence,) = run(1.0, AdaptiveLength(4, RoundCosts(STEP_S, tuple(STEP_S * (1 + k) for k in range(5)))), 200)
+    dear = RoundCosts(tuple(STEP_S * k for k in range(5)), tuple(STEP_S * (1 + k) for k in range(5)))
+    (sequence,) = run(1.0, AdaptiveLength(4, dear), 200)
     assert sum(round_.drafted for round_ in sequence.rounds) == 0
 
 
-@pytest.mark.parametrize("wrong", [lambda: FixedLength(-1), lambda: AdaptiveLength(0, RoundCosts(1, (1,)))])
+@pytest.mark.parametrize(
+    "wrong", [lambda: FixedLength(-1), lambda: AdaptiveLength(0, COSTS), lambda: AdaptiveLength(9, COSTS)]
+)
 def test_impossible_lengths_are_refused(wrong: object) -> None:
     with pytest.raises(UsageError):
         wrong()
@@ -138,5 +141,23 @@ def test_the_speedup_has_one_maximum_in_k(a: float, c: float, slope: float) -> N
     gains = [theory.speedup(a, k, c, 1 + slope * k) for k in range(1, 30)]
     signs = [later > earlier + 1e-12 for earlier, later in itertools.pairwise(gains)]
     assert signs == sorted(signs, reverse=True)
-    best = theory.best_k(a, c, lambda k: 1 + slope * k, 29)
+    best, gain = theory.best_k(a, lambda k: k * c + 1 + slope * k, 29)
+    assert gain == pytest.approx(max(1.0, *gains))
     assert best == (1 + int(np.argmax(gains)) if max(gains) > 1 else 0) or max(gains) == pytest.approx(1)
+
+
+@hypothesis.given(shares, st.floats(0.001, 1), st.floats(0, 1), shares)
+def test_rounds_without_a_draft_draw_the_speedup_towards_one(a: float, c: float, slope: float, coverage: float) -> None:
+    def steps(k: int) -> float:
+        return k * c + 1 + slope * k
+
+    best, gain = theory.best_k(a, steps, 12, coverage)
+    # Of 1000 rounds by hand.
+    drafted = round(1000 * coverage, 6)
+    gains = [
+        (drafted * sum(a**i for i in range(k + 1)) + 1000 - drafted) / (drafted * steps(k) + 1000 - drafted)
+        for k in range(1, 13)
+    ]
+    assert gain == pytest.approx(max(1.0, *gains))
+    assert gain <= theory.best_k(a, steps, 12)[1] + 1e-9
+    assert best == 0 or gains[best - 1] == pytest.approx(gain)

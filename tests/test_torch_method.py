@@ -178,19 +178,27 @@ def test_an_artifact_that_fails_its_check_is_kept_apart(folder: Path) -> None:
     assert modes(rejected) == modes(folder.parent / "out" / "a.b") == {0o666 & ~umask()}
 
 
-def test_an_artifact_that_could_not_be_checked_is_kept_apart(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_artifact_that_could_not_be_checked_is_kept_and_only_checked(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fails(*_: Any, **__: Any) -> None:
         raise QuantlabError("out of memory", "use less")
 
-    monkeypatch.setattr(torch_method, "_check", fails)
-    with pytest.raises(QuantlabError, match="could not be checked and recorded: out of memory") as caught:
-        run(folder)
-    assert left(folder) == ["a.b.unchecked"]
-    assert caught.value.hint == f"use less; it is kept as `{folder.parent / 'out' / 'a.b.unchecked'}`"
-    kept = folder.parent / "out" / "a.b.unchecked"
-    assert (kept / "REASON.txt").read_text(encoding="utf-8") == "out of memory\n"
-    assert (kept / "model.safetensors").is_file()
-    assert modes(kept) == {0o666 & ~umask()}
+    with monkeypatch.context() as patched:
+        patched.setattr(torch_method, "_check", fails)
+        with pytest.raises(QuantlabError, match="could not be checked and recorded: out of memory") as caught:
+            run(folder)
+    assert left(folder) == ["a.b.partial"]
+    kept = folder.parent / "out" / "a.b.partial"
+    how = "the same command only checks it, with `--force` it begins again"
+    assert caught.value.hint == f"use less; the quantized model is kept in `{kept}`, not yet checked: {how}"
+    # An engine that ran again would be.
+    monkeypatch.setenv("KILLED", "1")
+    outcome = run(folder)
+    assert outcome.warnings[0].code == "continued"
+    assert outcome.measurements["engine_duration"].samples == [0.5]
+    assert left(folder) == ["a.b"]
+    assert modes(folder.parent / "out" / "a.b") == {0o666 & ~umask()}
 
 
 def test_a_path_in_what_quantlab_itself_writes_is_found(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -298,7 +306,9 @@ def test_a_kill_at_any_moment_leaves_nothing_that_looks_finished(folder: Path) -
         process.send_signal(signal.SIGKILL)
         process.wait()
         finished = (out / "a.b").exists()
-        assert [name for name in left(folder) if not name.startswith(".")] == (["a.b"] if finished else [])
+        assert {name for name in left(folder) if not name.startswith(".")} - {"a.b.partial"} == (
+            {"a.b"} if finished else set()
+        )
         if finished:
             record = json.loads((out / "a.b" / "quantlab.json").read_text(encoding="utf-8"))
             assert record["sha256"] == content_sha256(out / "a.b")

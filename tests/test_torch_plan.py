@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -300,8 +301,42 @@ def test_what_does_not_fit_in_memory_is_refused(folder: Path, monkeypatch: pytes
         available = 10**6
 
     monkeypatch.setattr("quantlab.quantize.torch_plan.psutil.virtual_memory", Small)
-    with pytest.raises(QuantlabError, match="GB of memory"):
-        plan(read_folder(folder), spec_of(folder, method="gptq", group_size=32, device="cpu"))
+    for method, samples in (("gptq", True), ("rtn", False)):
+        with pytest.raises(QuantlabError, match="GB of memory") as caught:
+            plan(read_folder(folder), spec_of(folder, method=method, group_size=32, device="cpu"))
+        # Plain rounding has no such option.
+        assert ("--calib-samples" in caught.value.hint) is samples
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq", "fp8", "int8", "rtn"])
+def test_what_does_not_fit_on_the_disk_is_refused_by_a_dry_run_too(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    options: dict[str, Any] = {"group_size": 32} if method in ("gptq", "awq", "rtn") else {}
+    options |= {"calib": ["builtin_en"], "calib_samples": 8} if method in ("gptq", "awq", "int8") else {}
+    model = ModelFile(str(folder), "model", "m", "0" * 64)
+    spec = QuantizeSpec(model, str(tmp_path / "a"), method, device="cpu", **options)
+    need = methods.dry_run(spec, silent)
+    # Float32 logits of the check: twice 1024 tokens, and 128 of the engine's model.
+    logits = (2 * 1024 + 128) * 4 * read_folder(folder).config["vocab_size"]
+    # gptqmodel keeps its layers, and hidden states before and after one.
+    layers = 2 * 8 * 512 * 64 * 4 if method in ("gptq", "awq") else 0
+    more = need.disk_bytes - need.size_bytes - logits - layers
+    assert 0 <= more < need.size_bytes
+    assert bool(more) == bool(layers)
+
+    def free(room: int) -> None:
+        monkeypatch.setattr("quantlab.core.files.shutil.disk_usage", lambda _: shutil._ntuple_diskusage(room, 0, room))
+
+    free(need.disk_bytes)
+    methods.dry_run(spec, silent)
+    free(need.disk_bytes - 1)
+    with pytest.raises(QuantlabError, match="GB free, the output needs about"):
+        methods.dry_run(spec, silent)
+    # What an interrupted run left there is used again.
+    (tmp_path / "a.partial").mkdir()
+    (tmp_path / "a.partial" / "layer-0").write_text("!")
+    methods.dry_run(spec, silent)
 
 
 def test_what_does_not_fit_on_the_device_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -358,7 +393,7 @@ def test_static_fp8_needs_what_gptq_needs(folder: Path) -> None:
     static, dynamic = (plan(source, spec_of(folder, method="fp8", scheme=s)).prediction for s in ("static", "dynamic"))
     # Hidden states of 128 samples before and after a layer, and two Hessians of 6 modules of 64 columns and one of 96.
     more = 2 * 128 * 512 * 64 * 4 + 2 * 4 * (6 * 64**2 + 96**2)
-    # Less a little: what dynamic scales need most memory for is the check.
+    # Less a little: dynamic scales take more room, or need most memory for the check.
     assert more > static.peak_process_bytes - dynamic.peak_process_bytes > 0.9 * more
     assert static.quantize_s > 3 * (6 * 64 + 96) * 1e-4 > dynamic.quantize_s
 

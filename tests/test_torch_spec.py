@@ -69,6 +69,8 @@ def test_static_fp8_looks_at_text() -> None:
     [
         ("awq", {"bits": 3}, "has no 3 bits"),
         ("gptq", {"bits": 5}, "2, 3, 4, 8"),
+        ("gptq", {"bits": 0}, "has no 0 bits"),
+        ("fp8", {"scheme": ""}, "dynamic"),
         ("gptq", {"group_size": 48}, "48"),
         ("gptq", {"group_size": 0}, "0"),
         ("awq", {"desc_act": True}, "desc-act"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import signal
@@ -21,7 +22,7 @@ from quantlab.core.model import ModelRef
 from quantlab.core.progress import silent
 from quantlab.core.result import Outcome
 from quantlab.lab.models import resolve
-from quantlab.quantize import methods, torch_state
+from quantlab.quantize import methods, torch_markers, torch_method, torch_state
 from quantlab.quantize.engines import ENGINES
 from quantlab.quantize.torch_state import Identity
 from tests import fake_engine
@@ -52,7 +53,7 @@ def interrupted(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def content(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def codes(outcome: Outcome) -> list[str]:
@@ -124,6 +125,98 @@ def test_what_interrupts_says_how_to_go_on(
     assert psutil.wait_procs(children, timeout=10)[1] == []
     assert said.splitlines()[-1] == f"the finished layers are kept in `out/a.b.partial`: the same command{how}"
     assert left(folder) == (["a.b", "a.b.partial"] if there else ["a.b.partial"])
+
+
+@pytest.mark.parametrize("engine", ["FAKE", "RESUMES"])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_what_ends_a_check_costs_the_check_alone(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals, engine: str
+) -> None:
+    monkeypatch.setitem(ENGINES, "gptqmodel", {"FAKE": FAKE, "RESUMES": RESUMES}[engine])
+    command = [sys.executable, "-c", _CLI.replace("RESUMES", engine), str(ROOT), "quantize", str(folder), "-m", "gptq"]
+    command += ["--group-size", "32", "--calib", "builtin_en", "--out", "out/a.b", "--offline"]
+    before = signal.signal(signal.SIGINT, signal.SIG_DFL)
+    environment = {**os.environ, "CHECK_HANGS": "1"}
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
+    signal.signal(signal.SIGINT, before)
+    state = folder.parent / "out" / "a.b.partial"
+    while not list(state.glob("whole/*/0.safetensors")):
+        assert process.poll() is None
+        time.sleep(0.02)
+    children = psutil.Process(process.pid).children(recursive=True)
+    process.send_signal(number)
+    _, said = process.communicate()
+    assert psutil.wait_procs(children, timeout=10)[1] == []
+    if number != signal.SIGKILL:
+        assert process.returncode == 128 + number
+        kept = "the quantized model is kept in `out/a.b.partial`, not yet checked: the same command only checks it"
+        assert said.splitlines()[-1] == f"{kept}, {_AGAIN}"
+        # Logits are gigabytes.
+        assert sorted(path.name for path in (state / "whole").iterdir()) == ["artifact", "probe.safetensors"]
+    assert [name for name in left(folder) if name[0] != "."] == ["a.b.partial"]
+    with pytest.raises(QuantlabError, match="other calibration"):
+        run(folder, seed=1)
+    methods.check(spec_of(folder))
+    before_kill = torch_markers.read_quantized(state)
+    assert before_kill is not None
+    # An engine that ran again would be.
+    monkeypatch.setenv("KILLED", "1")
+    outcome = run(folder, threads=1)
+    assert codes(outcome)[0] == "continued"
+    assert "duration is that of both" in outcome.warnings[0].message
+    assert outcome.measurements["duration"].samples[0] > before_kill.duration_s > 0
+    assert left(folder) == ["a.b"]
+    with pytest.raises(QuantlabError, match="SIGKILL"):
+        run(folder, force=True)
+
+
+def quantized(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The state that a run leaves whose check could not be made."""
+
+    def fails(*_: Any, **__: Any) -> None:
+        raise QuantlabError("out of memory")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(torch_method, "_check", fails)
+        with pytest.raises(QuantlabError, match="out of memory"):
+            run(folder)
+    return folder.parent / "out" / "a.b.partial"
+
+
+@pytest.mark.parametrize("name", ["quantized.json", "whole/artifact/model.safetensors", "whole/probe.safetensors"])
+def test_a_damaged_artifact_is_not_checked(folder: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    state = quantized(folder, monkeypatch)
+    with (state / name).open("ab") as file:
+        file.write(b" ")
+    before = content(state)
+    if name == "quantized.json":
+        (state / name).write_bytes((state / name).read_bytes().replace(b'"engine_s":0.5', b'"engine_s":0.4'))
+        before = content(state)
+    with pytest.raises(QuantlabError, match=re.escape(f"is damaged: `{name}` is not what was written")):
+        run(folder)
+    assert content(state) == before
+    assert "continued" not in codes(run(folder, force=True))
+
+
+def test_without_its_artifact_a_run_continues_at_the_layers(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = quantized(folder, monkeypatch)
+    # As a kill leaves it between the two renames that give the artifact its name.
+    (state / "whole" / "artifact").rename(folder.parent / "elsewhere")
+    outcome = run(folder)
+    assert outcome.details["continued_after_layers"] == 1
+    assert left(folder) == ["a.b"]
+
+
+def test_an_error_of_the_system_says_what_is_kept(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = interrupted(folder, monkeypatch)
+
+    def fails(*_: Any) -> None:
+        raise OSError(errno.EIO, "Input/output error", "model.safetensors")
+
+    monkeypatch.setattr(torch_method, "prepare", fails)
+    with pytest.raises(QuantlabError, match=r"`model.safetensors`: Input/output error") as caught:
+        run(folder)
+    assert f"the finished layers are kept in `{state}`: the same command continues there" in caught.value.hint
 
 
 def other_model(folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
@@ -227,7 +320,7 @@ def test_what_is_damaged_is_refused(
 
 
 def test_without_a_finished_layer_nothing_is_left(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch_state, "_FINISHED", "never.json")
+    monkeypatch.setattr(torch_state, "FINISHED", "never.json")
     with pytest.raises(QuantlabError, match="singular matrix"):
         run(folder, calib_length=fake_engine.FAILS)
     assert left(folder) == []

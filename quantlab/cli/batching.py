@@ -47,6 +47,9 @@ def batching(
     ageing: Annotated[
         str | None, typer.Option(help="How long a batch request lets interactive ones overtake. [default: 5s]")
     ] = None,
+    fallback: Annotated[
+        str | None, typer.Option(help="A smaller MODEL: mixed then also answers with it what would be rejected.")
+    ] = None,
     prompt_tokens: Annotated[
         int | None, typer.Option("--prompt-tokens", "-p", help="Mean prompt length. [default: 32]")
     ] = None,
@@ -92,7 +95,7 @@ def batching(
     as_json: opt.Json = False,
 ) -> None:
     """Measure what batching gains, what load costs, and how much load meets limits on latency."""
-    from quantlab.lab.steps import batching_step, loadable
+    from quantlab.lab.steps import batching_models, batching_step
 
     options = {
         "served_model": served_model, "utilization": utilization, "mixed_utilization": mixed_utilization,
@@ -103,10 +106,10 @@ def batching(
         "kv_budget_tokens": kv_budget_tokens, "simulate": simulate, "replicas": replicas, "router": router,
         "prefix_cache_tokens": prefix_cache_tokens, "bandwidth": bandwidth,
         "flops": flops, "runtime": runtime, "device": device, "dtype": dtype, "threads": threads, "seed": seed,
-        "rate": rate, "parts": parts,
+        "rate": rate, "parts": parts, "fallback": fallback,
     }  # fmt: skip
     with opt.laboratory(results, no_save=no_save, offline=offline) as lab:
-        step = batching_step(loadable(lab, model, options), options)
+        step = batching_step(*batching_models(lab, model, options))
         with show_batching(as_json=as_json) as done:
             # One by one: what came before an error is shown.
             for result in lab.results(step):

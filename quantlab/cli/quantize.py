@@ -60,7 +60,9 @@ def quantize(
     ] = None,
     device: opt.Device = "auto",
     dtype: opt.Dtype = "auto",
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Predict size, memory and time; write nothing.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Predict size, memory, disk and time; write nothing.")
+    ] = False,
     force: opt.Force = False,
     threads: opt.Threads = None,
     seed: opt.Seed = 0,

@@ -130,6 +130,7 @@ def show_prediction(prediction: Prediction, *, as_json: bool) -> None:
         return
     say(f"size          {units.size(prediction.size_bytes, None)}, {prediction.bits_per_weight:.2f} bits per weight")
     say(f"peak memory   {units.size(prediction.peak_process_bytes, None)}")
+    say(f"disk          {units.size(prediction.disk_bytes, None)}, while it is made")
     if prediction.peak_device_bytes:
         say(f"on the device {units.size(prediction.peak_device_bytes, None)}")
     known = (

@@ -11,12 +11,20 @@ import itertools
 import math
 import statistics
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 CONFIDENCE = 0.95
 # Two samples have one degree of freedom: their interval is 12.7 standard errors wide and says nothing.
 FEWEST_SAMPLES = 3
 _RESAMPLES = 500
+# Draws beyond either limit of an interval, at least.
+_IN_A_TAIL = 25
+# Blocks that are drawn at once: what bounds the memory.
+_AT_ONCE = 2**20
 
 
 class Interval(NamedTuple):
@@ -78,7 +86,9 @@ def batch_means_interval(samples: Sequence[float], batches: int = 10) -> Interva
     return Interval(mean, mean - half, mean + half)
 
 
-def bootstrap_interval(samples: Sequence[float], percent: float | None = None, *, seed: int = 0) -> Interval:
+def bootstrap_interval(
+    samples: Sequence[float], percent: float | None = None, *, seed: int = 0, confidence: float = CONFIDENCE
+) -> Interval:
     """A percentile (None: the mean) of samples in their order of time, with its bootstrap percentile interval.
 
     Blocks of neighbours are drawn, around the end, so that what is alike in time stays together (Politis and Romano
@@ -94,24 +104,41 @@ def bootstrap_interval(samples: Sequence[float], percent: float | None = None, *
     length = max(1, round(n ** (1 / 3)))
     rng = np.random.default_rng(seed)
     values = np.asarray(samples, np.float64)
-    drawn = []
-    for _ in range(_RESAMPLES):
-        starts = rng.integers(0, n, -(-n // length))
-        picked = values[((starts[:, None] + np.arange(length)) % n).ravel()[:n]]
-        drawn.append(float(picked.mean() if percent is None else np.percentile(picked, percent)))
-    tail = 50 * (1 - CONFIDENCE)
+    # A thinner tail needs more draws to be found.
+    left, n_blocks, drawn = max(_RESAMPLES, round(_IN_A_TAIL / (1 - confidence))), -(-n // length), list[float]()
+    while left:
+        rows = min(left, max(1, _AT_ONCE // n_blocks))
+        starts = rng.integers(0, n, (rows, n_blocks))
+        drawn += _block_means(values, starts, length) if percent is None else [
+            float(np.percentile(values[((row[:, None] + np.arange(length)) % n).ravel()[:n]], percent))
+            for row in starts
+        ]  # fmt: skip
+        left -= rows
+    tail = 50 * (1 - confidence)
     return Interval(estimate, percentile(drawn, tail), percentile(drawn, 100 - tail))
 
 
-def share_interval(hits: int, n: int) -> Interval:
-    """A share of `n` independent trials with its exact limits (Clopper and Pearson 1934), each of them at 95%.
+def _block_means(values: npt.NDArray[np.float64], starts: npt.NDArray[np.int64], length: int) -> list[float]:
+    """The mean of each row of blocks, the last of which is cut so that a row has as many samples as `values`."""
+    import numpy as np
+
+    n = len(values)
+    sums = np.concatenate([[0.0], np.cumsum(np.concatenate([values, values[:length]]))])
+    last = n - (starts.shape[1] - 1) * length
+    whole, cut = sums[length:] - sums[:-length], sums[last:] - sums[:-last]
+    means: list[float] = ((whole[starts[:, :-1]].sum(axis=1) + cut[starts[:, -1]]) / n).tolist()
+    return means
+
+
+def share_interval(hits: int, n: int, confidence: float = CONFIDENCE) -> Interval:
+    """A share of `n` independent trials with its exact limits (Clopper and Pearson 1934), each at `confidence`.
 
     With no hit in 299 trials the upper one is just below 1%.
     """
     from scipy.special import betaincinv
 
-    low = float(betaincinv(hits, n - hits + 1, 1 - CONFIDENCE)) if hits else 0.0
-    high = float(betaincinv(hits + 1, n - hits, CONFIDENCE)) if hits < n else 1.0
+    low = float(betaincinv(hits, n - hits + 1, 1 - confidence)) if hits else 0.0
+    high = float(betaincinv(hits + 1, n - hits, confidence)) if hits < n else 1.0
     return Interval(hits / n, low, high)
 
 

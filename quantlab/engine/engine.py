@@ -19,7 +19,7 @@ from quantlab.engine.admission import AcceptAll, Admission
 from quantlab.engine.costs import MeasuredCosts
 from quantlab.engine.limits import Limits, check_request
 from quantlab.engine.policies import Fcfs, Order, Preemption, Swap
-from quantlab.engine.prefix_cache import PrefixCache
+from quantlab.engine.prefix_cache import PrefixCache, Prompt
 from quantlab.engine.request import Event, EventKind, Request, RequestRecord
 from quantlab.engine.sampling import choose
 from quantlab.engine.scheduler import Scheduler
@@ -81,7 +81,7 @@ class Engine:
             order or Fcfs(),
             preemption or Swap(),
             events=self.events if log else None,
-            cached_tokens=None if prefix is None else lambda s: prefix.peek(s.ids(0, s.target), s.request.cache_salt),
+            cached_tokens=None if prefix is None else lambda s: prefix.peek(_prompt(prefix, s)),
             on_first_token=self._admission.observe,
         )
         loaded = backend.describe()
@@ -228,7 +228,8 @@ class Engine:
         for sequence in plan.admitted:
             self._join(sequence)
         for sequence in plan.resumed:
-            sequence.slot = self._slots.pop() if self._prefix is None else self._prefix.begin()[0]
+            prefix = self._prefix
+            sequence.slot = self._slots.pop() if prefix is None else prefix.begin_empty(_prompt(prefix, sequence))
             self._restore(sequence)
         self._moved_s = time.perf_counter() - began
 
@@ -237,8 +238,7 @@ class Engine:
         if self._prefix is None:
             sequence.slot = self._slots.pop()
             return
-        tokens, salt = sequence.ids(0, sequence.target), sequence.request.cache_salt
-        sequence.slot, sequence.filled = self._prefix.begin(tokens, salt)
+        sequence.slot, sequence.filled = self._prefix.begin(_prompt(self._prefix, sequence))
         sequence.cached = sequence.filled
 
     def _offer(self, plan: Plan) -> None:
@@ -247,7 +247,7 @@ class Engine:
             return
         for sequence, _ in plan.chunks:
             if sequence.state == "decode":
-                sequence.slot = self._prefix.filled(sequence.slot, sequence.ids(0, sequence.target))
+                sequence.slot = self._prefix.filled(sequence.slot)
 
     def _save(self, sequence: Sequence) -> None:
         at = self.clock.now()
@@ -280,7 +280,9 @@ class Engine:
             self.backend.release(slot)
             self._slots.append(slot)
         else:
-            self._prefix.end(slot, sequence.ids(0, self.backend.length(slot)) if sound else ())
+            n_tokens = self.backend.length(slot) if sound else 0
+            _prompt(self._prefix, sequence, n_tokens)
+            self._prefix.end(slot, n_tokens)
 
     def _abandon(self, error: BaseException) -> None:
         """The run ends here: what waits and runs has failed, and the engine is empty again."""
@@ -300,3 +302,13 @@ class Engine:
     def _event(self, at_s: float, kind: EventKind, sequence: Sequence, detail: str = "") -> None:
         if self._log:
             self.events.append(Event(at_s, kind, sequence.request.id, detail))
+
+
+def _prompt(prefix: PrefixCache, sequence: Sequence, n_tokens: int = 0) -> Prompt:
+    """The tokens of a sequence for its prefix cache: what it must have to decode, and at least `n_tokens`."""
+    if sequence.cache_prompt is None:
+        sequence.cache_prompt = prefix.prompt((), sequence.request.cache_salt)
+    known = len(sequence.cache_prompt)
+    if (more := max(sequence.target, n_tokens) - known) > 0:
+        sequence.cache_prompt.extend(sequence.ids(known, more))
+    return sequence.cache_prompt

@@ -6,6 +6,7 @@ from typing import Literal
 
 import numpy as np
 
+from quantlab.engine.prefix_cache.keys import Prompt
 from quantlab.engine.request import Request, RequestRecord
 from quantlab.runtime.step_model import StepShape
 
@@ -20,9 +21,9 @@ class Sequence:
     """
 
     __slots__ = (
-        "admitted_s", "arrival_s", "blob", "cached", "degraded", "ends_at", "filled", "first_token_s", "generated",
-        "joined", "key", "limit", "predicted_ttft_s", "recomputed", "request", "slot", "state", "swapped", "target",
-        "times_s", "tokens",
+        "admitted_s", "arrival_s", "blob", "cache_prompt", "cached", "degraded", "ends_at", "filled", "first_token_s",
+        "generated", "joined", "key", "limit", "predicted_ttft_s", "recomputed", "request", "slot", "state", "swapped",
+        "target", "times_s", "tokens",
     )  # fmt: skip
 
     def __init__(self, request: Request, key: float) -> None:
@@ -32,6 +33,8 @@ class Sequence:
         self.target, self.filled = len(request.prompt), 0
         # Tokens that a prefix cache held when it was admitted.
         self.cached = 0
+        # Its tokens as a prefix cache names them, where there is one.
+        self.cache_prompt: Prompt | None = None
         # As of the moment it began to decode, or was preempted.
         self.generated = 0
         self.joined = self.ends_at = 0

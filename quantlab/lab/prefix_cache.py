@@ -8,6 +8,7 @@ from typing import Any
 from quantlab.bench.batching.spec import parse_numbers
 from quantlab.bench.prefix_cache.lint.run import LintSpec
 from quantlab.bench.prefix_cache.spec import PrefixCacheSpec, parse_bytes
+from quantlab.core.errors import UsageError
 from quantlab.core.files import sha256_file, user_path
 from quantlab.core.model import ModelFile
 from quantlab.lab.execute import Step, make_spec
@@ -35,9 +36,13 @@ def prefix_cache_step(model: ModelFile, options: Options) -> Step:
         if name in options:
             # YAML takes 1e12 for a text.
             (options[of_spec],) = parse_numbers(str(options.pop(name)), f"--{name}")
-    asked(options)
+    runtime = asked(options)
     # A GGUF file's types are its own; of an endpoint the spec refuses them.
     dropped = {"runtime", "dtype"} if Path(model.path).is_file() else {"runtime"}
     spec = make_spec(PrefixCacheSpec, {"model": model, **{n: v for n, v in options.items() if n not in dropped}})
     spec.check_heeded(given)
+    if spec.endpoint and runtime not in ("auto", "server"):
+        raise UsageError(
+            f"`--runtime {runtime}` changes nothing at an endpoint: its server has its own", "leave it out"
+        )
     return Step("prefix-cache", spec)

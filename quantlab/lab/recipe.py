@@ -2,8 +2,8 @@
 
 Keys of an entry are the options of the command of that name (`quantize`, `bench`, `ppl`, `batching`, `speculative`),
 written with underscores.
-`against` of ppl may name an artifact of the recipe, by its variant (F16, AWQ-W4-g128) or its `out`, any model, or
-`parent`: the model that the artifacts were made from.
+`against` of ppl and `fallback` of batching may name an artifact of the recipe, by its variant (F16, AWQ-W4-g128) or its
+`out`, any model, or `parent`: the model that the artifacts were made from.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def run_recipe(recipe: Recipe, lab: Lab, *, force: bool = False) -> list[Result]
     }
     every = [step for of_model in steps.values() for step in of_model]
     _check_outputs(every, lab)
-    _check_parents(recipe, lab, next(iter(steps.values())))
+    _check_named(recipe, lab, next(iter(steps.values())))
     _check_runtimes(recipe, every)
     _check_inputs(recipe, every, lab)
     results: list[Result] = []
@@ -123,7 +123,7 @@ def _check_options(recipe: Recipe) -> None:
     for options in recipe.ppl:
         ppl_step(model, {**options, "against": None})
     for options in recipe.batching:
-        batching_step(model, options)
+        batching_step(model, {**options, "fallback": model if options.get("fallback") else None})
     for options in recipe.speculative:
         stand_in_step(options)
     for options in recipe.prefix_cache:
@@ -140,20 +140,21 @@ def _check_outputs(steps: list[Step], lab: Lab) -> None:
             check_place(step.spec)
 
 
-def _check_parents(recipe: Recipe, lab: Lab, quantize: list[Step]) -> None:
-    """Whether each `against` is one artifact, or a model; `quantize` are the steps of one of the models."""
+def _check_named(recipe: Recipe, lab: Lab, quantize: list[Step]) -> None:
+    """Whether each `against` and `fallback` is one artifact, or a model; `quantize` are the steps of one model."""
     variants = [variant(step.spec).upper() for step in quantize]
     outs = [step.spec.out for step in quantize]
-    for named in (str(options["against"]) for options in recipe.ppl if options.get("against") is not None):
+    keys = [("against", options) for options in recipe.ppl] + [("fallback", options) for options in recipe.batching]
+    for key, named in ((key, str(options[key])) for key, options in keys if options.get(key) is not None):
         if variants.count(named.upper()) > 1:
-            raise UsageError(f"`against: {named}` names several artifacts", "name one of them by its `out`")
+            raise UsageError(f"`{key}: {named}` names several artifacts", "name one of them by its `out`")
         if named.upper() in variants or named in outs or named == PARENT:
             continue
         try:
             lab.model(named)
         except QuantlabError as error:
             raise UsageError(
-                f"`against: {named}` is neither an artifact of the recipe ({', '.join(variants)}) nor a model: "
+                f"`{key}: {named}` is neither an artifact of the recipe ({', '.join(variants)}) nor a model: "
                 f"{error.message}",
                 error.hint,
             ) from error
@@ -179,7 +180,7 @@ def _check_inputs(recipe: Recipe, steps: list[Step], lab: Lab) -> None:
         # Reads the text, as quantize steps do theirs.
         fingerprint(ppl_step(stand_in, {**_as_offline(options, lab), "against": None}))
     for options in recipe.batching:
-        fingerprint(batching_step(stand_in, options))
+        fingerprint(batching_step(stand_in, {**options, "fallback": None}))
     for options in recipe.speculative:
         fingerprint(stand_in_step(options))
     for step in steps:
@@ -193,6 +194,11 @@ def _quantized(step: Step, lab: Lab) -> list[Result]:
     return lab.finished(step, [artifact_file(step.spec)]) if Path(step.spec.out).exists() else []
 
 
+def _named(name: str, artifacts: dict[str, ModelFile], lab: Lab) -> ModelFile:
+    """An artifact of the recipe by its variant or its `out`, `parent`, or any model."""
+    return artifacts.get(name) or artifacts.get(name.upper()) or lab.model(name)
+
+
 def _measuring_steps(
     recipe: Recipe, lab: Lab, subjects: list[ModelFile], artifacts: dict[str, ModelFile]
 ) -> Iterator[tuple[Step, list[ModelFile]]]:
@@ -202,9 +208,7 @@ def _measuring_steps(
         for step in bench_steps(models, options):
             yield step, models
     for options in recipe.ppl:
-        against = None
-        if (named := options.get("against")) is not None:
-            against = artifacts.get(str(named)) or artifacts.get(str(named).upper()) or lab.model(str(named))
+        against = _named(str(options["against"]), artifacts, lab) if options.get("against") is not None else None
         everything = [*subjects, *([against] if against else [])]
         for subject in lab.runnables(everything, options)[: len(subjects)]:
             parent = lab.parent(against, subject, options) if against else None
@@ -212,8 +216,12 @@ def _measuring_steps(
             other = parent if parent is not None and parent.sha256 != subject.sha256 else None
             yield ppl_step(subject, {**_as_offline(options, lab), "against": other}), [subject]
     for options in recipe.batching:
-        for subject in lab.runnables(subjects, options):
-            yield batching_step(subject, options), [subject]
+        fallback = [_named(str(options["fallback"]), artifacts, lab)] if options.get("fallback") else []
+        models = lab.runnables([*subjects, *fallback], options)
+        for subject in models[: len(subjects)]:
+            # One that is the fallback itself has none.
+            small = [model for model in models[len(subjects) :] if model.sha256 != subject.sha256]
+            yield batching_step(subject, {**options, "fallback": small[0] if small else None}), [subject]
     for options in recipe.prefix_cache:
         for subject in lab.runnables(subjects, options):
             yield prefix_cache_step(subject, options), [subject]

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
+import msgspec
+
 from quantlab.bench.spec import parse_sizes
 from quantlab.bench.speculative.heads import HeadsSpec
 from quantlab.bench.speculative.spec import DraftKind, DraftSource, SpeculativeSpec
@@ -16,6 +18,7 @@ from quantlab.lab.execute import Lab, Step, make_spec
 from quantlab.lab.runtimes import as_gguf, asked
 from quantlab.lab.steps import ARTIFACTS, loadable
 from quantlab.quantize.spec import file_type
+from quantlab.runtime.torch.heads_file import checked_record
 
 Options = dict[str, Any]
 _HEADS = ("medusa", "eagle")
@@ -24,10 +27,11 @@ _OF_FILES = ("k", "adaptive", "n_ctx", "temperature", *_OF_NGRAM)
 
 
 class Asked(NamedTuple):
-    """One `--draft` as it was written: `copy` is of the target itself, `value` a model, a type or a file."""
+    """One `--draft`, as it was written: `copy` is of the target itself, `value` a model, a type or a file."""
 
     kind: DraftKind
     value: str
+    text: str
     copy: bool = False
 
 
@@ -35,16 +39,16 @@ def parse_draft(text: str) -> Asked:
     """MODEL, `self:TYPE`, `ngram`, `medusa:PATH` or `eagle:PATH`."""
     kind, colon, value = text.partition(":")
     if text == "ngram":
-        return Asked("ngram", "")
+        return Asked("ngram", "", text)
     if kind == "self" and colon:
-        return Asked("draft", file_type(value), copy=True)
+        return Asked("draft", file_type(value), text, copy=True)
     if kind in _HEADS and colon:
         if not value:
             raise UsageError(f"`--draft {text}` names no file", f"give the file that was trained: `{kind}:PATH`")
-        return Asked(cast(DraftKind, kind), value)
+        return Asked(cast(DraftKind, kind), value, text)
     if not text.strip():
         raise UsageError("`--draft` is empty", "give a model, `self:Q4_0`, `ngram`, `medusa:PATH` or `eagle:PATH`")
-    return Asked("draft", text)
+    return Asked("draft", text, text)
 
 
 def drafts_of(options: Options) -> list[Asked]:
@@ -87,7 +91,7 @@ def _check_heeded(model: ModelFile, drafts: list[DraftSource], options: Options)
 def stand_in_step(options: Options) -> Step:
     """The step on a target that is nowhere, to check options by."""
     model = ModelFile(path="", label="model", source="", sha256="")
-    drafts = [DraftSource(asked.kind, asked.value or asked.kind) for asked in drafts_of(options)]
+    drafts = [DraftSource(asked.kind, asked.text) for asked in drafts_of(options)]
     return speculative_step(model, drafts, options)
 
 
@@ -111,17 +115,23 @@ def found(lab: Lab, target: str | ModelFile, options: Options) -> tuple[ModelFil
         options = _in_torch(heads[0].kind, options)
     if isinstance(target, str) and ModelRef.parse(target).kind == "endpoint":
         # What is wrong with drafts for a server, the spec says.
-        return loadable(lab, target, options), [DraftSource(d.kind, d.value or d.kind) for d in wanted]
+        return loadable(lab, target, options), [DraftSource(d.kind, d.text) for d in wanted]
     models = [target, *(draft.value for draft in wanted if draft.kind == "draft" and not draft.copy)]
     model, *others = lab.runnables(models, options)
     files = iter(others)
-    return model, [_source(lab, model, draft, files) for draft in wanted]
+    sources = [_source(lab, model, draft, files) for draft in wanted]
+    labels = [source.label for source in sources]
+    # Files of one name in several folders are told apart as they were written.
+    return model, [
+        msgspec.structs.replace(source, label=draft.text) if labels.count(source.label) > 1 else source
+        for source, draft in zip(sources, wanted, strict=True)
+    ]
 
 
 def _source(lab: Lab, target: ModelFile, draft: Asked, models: Iterator[ModelFile]) -> DraftSource:
     """One draft as files; `models` has those that were named, in order."""
     if draft.kind in _HEADS:
-        return _heads(draft)
+        return _heads(target, draft)
     if draft.kind == "ngram":
         return DraftSource("ngram", "ngram")
     if draft.copy:
@@ -150,9 +160,11 @@ def _copy(lab: Lab, model: ModelFile, kind: str) -> DraftSource:
     return DraftSource("draft", f"self:{kind}", copy)
 
 
-def _heads(draft: Asked) -> DraftSource:
+def _heads(target: ModelFile, draft: Asked) -> DraftSource:
+    """Trained heads, checked now: what was measured before is not lost to a wrong file."""
     path = user_path(draft.value)
     if not path.is_file():
-        raise QuantlabError(f"`{draft.value}` does not exist", "train it: `quantlab speculative train TARGET`")
+        raise QuantlabError(f"`{draft.value}` is no file", "train it: `quantlab speculative train TARGET`")
+    checked_record(path, draft.kind, target.sha256)
     file = ModelFile(str(path.resolve()), path.stem, draft.value, sha256_file(path))
     return DraftSource(draft.kind, f"{draft.kind}:{path.stem}", file)

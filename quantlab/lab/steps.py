@@ -87,6 +87,18 @@ def batching_step(model: ModelFile, options: Options) -> Step:
     return Step("batching", spec)
 
 
+def batching_models(lab: Lab, text: str, options: Options) -> tuple[ModelFile, Options]:
+    """MODEL of the command, and its options with what `fallback` names as files, for the same runtime."""
+    named = options.get("fallback")
+    if named is None:
+        return loadable(lab, text, options), options
+    if ModelRef.parse(text).kind == "endpoint":
+        # It is refused with the other options that an endpoint does not heed.
+        return loadable(lab, text, options), {**options, "fallback": ModelFile(named, named, named, sha256="")}
+    model, small = lab.runnables([text, named], options)
+    return model, {**options, "fallback": small}
+
+
 def loadable(lab: Lab, text: str, options: Options) -> ModelFile:
     """MODEL of a command that loads files and endpoints alike."""
     ref = ModelRef.parse(text)

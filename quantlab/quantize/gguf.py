@@ -87,7 +87,7 @@ def run(spec: QuantizeSpec, progress: Progress) -> Outcome:
 def dry_run(spec: QuantizeSpec, progress: Progress) -> Prediction:
     """What `run` would write and need. llama.cpp itself chooses the types, on a header without weights for a folder.
 
-    Raises what `run` raises for the input; writes nothing.
+    Raises what `run` raises for the input, and where the disk cannot hold it; writes nothing.
     """
     _require_library()
     source = read_source(spec)
@@ -99,7 +99,9 @@ def dry_run(spec: QuantizeSpec, progress: Progress) -> Prediction:
             raise UsageError("`--dry-run` cannot plan for `--converter`", "leave out one of them")
         done = _in_child(Work(str(base), threads, conversion, job=_job(spec, source, base, dry_run=True)), progress)
         header = whole_header(base)
-    return prediction(spec, source, header, done)
+    predicted = prediction(spec, source, header, done)
+    check_space(Path(spec.out).parent, predicted.disk_bytes)
+    return predicted
 
 
 def _check_outputs(spec: QuantizeSpec, source: Source, outputs: list[Path]) -> None:

@@ -110,19 +110,24 @@ def details(spec: QuantizeSpec, info: ModelInfo, done: Done, out: Path, how: str
     return found
 
 
+def small_model_notices(params: int) -> list[Notice]:
+    """A warning where a model of so many weights loses much to fewer than 8 bits."""
+    if params >= _SMALL_PARAMS:
+        return []
+    return [
+        Notice(
+            "small-model",
+            f"{params / 1e6:.3g} million parameters: small models lose more quality to few bits",
+            "measure it: `quantlab ppl ARTIFACT --against PARENT`",
+        )
+    ]
+
+
 def loss_notices(spec: QuantizeSpec, source: Source, done: Done) -> list[Notice]:
     """Warnings about what quantizing lost, or had lost before."""
     if spec.type in WIDE_TYPES:
         return []
-    notices = []
-    if source.params < _SMALL_PARAMS and "8" not in spec.type:
-        notices.append(
-            Notice(
-                "small-model",
-                f"{source.params / 1e6:.3g} million parameters: small models lose more quality to few bits",
-                "measure it: `quantlab ppl ARTIFACT --against PARENT`",
-            )
-        )
+    notices = [] if "8" in spec.type else small_model_notices(source.params)
     if quantized := sorted({kind for kind in done.types.values() if is_quantized(kind)}):
         notices.append(
             Notice(
@@ -179,10 +184,11 @@ def nominal_bits(label: str, tensors: Sequence[TensorInfo], fallbacks: Sequence[
 
 
 def prediction(spec: QuantizeSpec, source: Source, header: GGUFHeader, done: Done) -> Prediction:
-    """Size, memory and time of an artifact, from the types that the library chose for the tensors of `header`.
+    """Size, memory, disk and time of an artifact, from the types that the library chose for the tensors of `header`.
 
     Memory: the process itself, and the largest of: the folder's weights mapped while converting; the largest tensor
-    while quantizing, as stored, in float32 and as written; the artifact mapped while it is checked.
+    while quantizing, as stored, in float32 and as written; the artifact mapped while it is checked. Disk: the artifact,
+    and the GGUF that a folder is converted to first (where an earlier run kept it, less).
     """
     tensors = [
         msgspec.structs.replace(
@@ -200,12 +206,14 @@ def prediction(spec: QuantizeSpec, source: Source, header: GGUFHeader, done: Don
         for old, new in zip(header.tensors, tensors, strict=True)
     )
     weights = sum(tensor.size_bytes for tensor in tensors)
+    converted = source.is_folder and spec.type not in WIDE_TYPES
     return Prediction(
         size_bytes=size_bytes,
         bits_per_weight=bits_per_weight(tensors),
         tensor_types=histogram((tensor.type, tensor.params) for tensor in tensors),
         peak_process_bytes=done.floor_bytes
         + max(min(quantizing, _LARGEST_BUFFER), weights, source.size_bytes if source.is_folder else 0),
+        disk_bytes=size_bytes + (sum(tensor.size_bytes for tensor in header.tensors) if converted else 0),
         quantize_s=done.quantize_s,
         warnings=label_notices(spec.type, tensors, done.fallbacks),
     )

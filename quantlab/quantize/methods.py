@@ -30,7 +30,7 @@ def check_place(spec: QuantizeSpec) -> None:
 
 
 def check(spec: QuantizeSpec) -> None:
-    """Raise what `run` would raise of engine, input, shapes, memory or texts; looks at headers alone.
+    """Raise what `run` would raise of engine, input, shapes, memory, disk or texts; looks at headers alone.
 
     Of gguf the run itself finds all that within a second.
     """
@@ -40,7 +40,7 @@ def check(spec: QuantizeSpec) -> None:
 
 
 def dry_run(spec: QuantizeSpec, progress: Progress) -> Prediction:
-    """Predict size, memory and time of `run`; writes nothing."""
+    """Predict size, memory, disk and time of `run`; writes nothing. Raises where memory or the disk is too small."""
     spec = check_spec(spec)
     return cast(Prediction, _module(spec).dry_run(spec, progress))
 

@@ -77,13 +77,15 @@ class Prediction(msgspec.Struct, frozen=True):
     """What a dry run says of a quantize run.
 
     `quantize_s` is the arithmetic alone, from this machine's speed: reading, checking and writing come on top, and so
-    do a conversion and an importance matrix. None where it is not known beforehand.
+    do a conversion and an importance matrix. None where it is not known beforehand. `disk_bytes`: the output and the
+    temporary files beside it, at their most.
     """
 
     size_bytes: int
     bits_per_weight: float
     tensor_types: dict[str, TensorType]
     peak_process_bytes: int
+    disk_bytes: int
     quantize_s: float | None
     warnings: list[Notice]
     peak_device_bytes: int = 0

@@ -6,6 +6,8 @@ parent does (torch_speech.py), and be what its config.json says (torch_schema.py
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import gc
 import tempfile
 from pathlib import Path
@@ -158,8 +160,7 @@ class _Comparison:
             return fault
         own = keep_logits(model, windows, self.scratch / "artifact")
         del model
-        # Modules of the libraries know each other in circles.
-        gc.collect()
+        _give_back()
         self.stages.end("artifact")
         self.channel.progress("check", 1, 3)
         self._measure(windows, own)
@@ -230,6 +231,18 @@ class _Comparison:
         if self.job.method in _CALIBRATED:
             self.checked.notices += _verdict(self.checked)
         return None
+
+
+def _give_back() -> None:
+    """Return the memory of a model that is no longer used.
+
+    glibc keeps what several threads of a load freed, in a heap for each: the next model would lie beside it.
+    """
+    # Modules of the libraries know each other in circles.
+    gc.collect()
+    # Other C libraries have no such call.
+    with contextlib.suppress(AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _verdict(checked: Checked) -> list[Notice]:

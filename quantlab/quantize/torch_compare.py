@@ -12,10 +12,9 @@ from safetensors import safe_open
 
 from quantlab.core.artifact import safetensors_files
 from quantlab.quantize.torch_model import write_probe
+from quantlab.quantize.torch_work import COMPARED_TOKENS as _ROWS
 
 Logits = np.ndarray[Any, np.dtype[np.float32]]
-# Rows at once: a window of a large vocabulary in several copies fills gigabytes.
-_ROWS = 64
 
 
 def divergence(reference: Logits, other: Logits) -> np.ndarray[Any, np.dtype[np.float64]]:

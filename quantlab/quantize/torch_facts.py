@@ -13,14 +13,13 @@ from quantlab.core.files import write_text
 from quantlab.core.model import ModelFile, ModelRef
 from quantlab.core.result import Measurement, ModelInfo, Notice, RuntimeInfo
 from quantlab.quantize.engines import Engine
-from quantlab.quantize.gguf_facts import parent_name
+from quantlab.quantize.gguf_facts import parent_name, small_model_notices
 from quantlab.quantize.spec import QuantizeSpec, split_weight, variant
 from quantlab.quantize.torch_plan import Plan
 from quantlab.quantize.torch_source import TorchSource
 from quantlab.quantize.torch_spec import calibrates
 from quantlab.quantize.torch_work import Checked, EngineDone
 
-_SMALL_PARAMS = 1_000_000_000
 _CALIBRATION_OPTIONS = ("calib", "calib_samples", "calib_length", "seed")
 
 
@@ -91,7 +90,7 @@ def _card(made: Made) -> str:
     head = {"base_model": parent, "library_name": "transformers", "tags": ["quantlab", spec.method]}
     facts = asked(spec) | {
         "quantized layers": len(done.layers),
-        "kept in 16 bits": ", ".join(made.plan.keep) or "the head and the embedding",
+        "kept in 16 bits": ", ".join(["the head and the embedding", *made.plan.keep]),
     }
     if (drawn := done.calibration) is not None:
         facts["calibration"] = f"{drawn['samples']} samples of {drawn['length_tokens']} tokens, ids {drawn['sha256']}"
@@ -167,33 +166,31 @@ def details(made: Made) -> dict[str, Any]:
     return found
 
 
-def resume_notices(made: Made) -> list[Notice]:
-    """Say that a run continued another one: its times are not those of a quantization."""
+def resume_notices(made: Made, *, only_checked: bool) -> list[Notice]:
+    """Say that a run continued another one, at a layer, or by checking what that one had quantized."""
+    notices = [] if not only_checked else [
+        Notice(
+            "continued",
+            "an interrupted run had quantized the model and this one checked it: the duration is that of both",
+        )
+    ]  # fmt: skip
     if not made.done.continued_after:
-        return []
+        return notices
     return [
+        *notices,
         Notice(
             "continued",
             f"continued after {made.done.continued_after} layers that an interrupted run had finished: "
             "times and peak memory are those of the rest",
             "for times to compare quantize again with `--force`",
-        )
+        ),
     ]
 
 
 def loss_notices(made: Made) -> list[Notice]:
     """What a reader must know about what quantizing loses."""
-    params, spec = made.source.params, made.spec
-    few = spec.bits is not None and spec.bits < 8
-    if params < _SMALL_PARAMS and few:
-        return [
-            Notice(
-                "small-model",
-                f"{params / 1e6:.3g} million parameters: small models lose more quality to few bits",
-                "measure it: `quantlab ppl ARTIFACT --against PARENT`",
-            )
-        ]
-    return []
+    bits = made.spec.bits
+    return small_model_notices(made.source.params) if bits is not None and bits < 8 else []
 
 
 def _divergences(checked: Checked) -> dict[str, float]:

@@ -3,7 +3,7 @@
 What can be known beforehand is checked beforehand (torch_plan.py). The engine works in a process of its own, in its
 own interpreter where it needs one; a second process loads what it saved and compares it with the model that the
 engine had in memory and with the parent. Only then the artifact gets its name; one that fails is kept as
-NAME.rejected.
+NAME.rejected, and one whose check was interrupted is checked by the next run (torch_state.py).
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -23,12 +22,12 @@ from quantlab.core import hardware
 from quantlab.core.artifact import content_sha256, model_info, write_record
 from quantlab.core.corpus import Corpus
 from quantlab.core.errors import QuantlabError, UsageError
-from quantlab.core.files import check_space, flush_folder, partial_of, write_text, written_folder
+from quantlab.core.files import flush_folder, write_text, written_folder
 from quantlab.core.model import ModelFile, file_label
 from quantlab.core.progress import Progress
 from quantlab.core.result import Notice, Outcome
 from quantlab.quantize import torch_facts as facts
-from quantlab.quantize import torch_state
+from quantlab.quantize import torch_markers, torch_state
 from quantlab.quantize.calibration import load_parts
 from quantlab.quantize.chinese import language_notices, speaks_chinese
 from quantlab.quantize.engines import ENGINES, Engine
@@ -43,7 +42,7 @@ from quantlab.quantize.torch_work import Checked, CheckJob, EngineDone, EngineJo
 from quantlab.runtime.worker import run_in_child
 
 _CHECK = "quantlab.quantize.torch_check:work"
-# What an artifact that failed its check, or could not be checked, has in it and behind its name.
+# What tells in an artifact that failed its check why.
 _REASON = "REASON.txt"
 # The package that transformers loads an engine's format with: the classic formats with gptqmodel.
 _LOADER = {"llmcompressor": "compressed_tensors"}
@@ -63,29 +62,32 @@ def run(spec: QuantizeSpec, progress: Progress) -> Outcome:
     with contextlib.ExitStack() as files:
         source = read_source(spec)
         planned = plan(source, spec)
-        check_space(out.parent, planned.disk_bytes)
         parts, notices = _calibration(spec, source) if calibrates(spec) else ([], [])
-        state = None
-        if engine.resumes:
-            wanted = _identity(spec, engine, planned, parts)
-            state = files.enter_context(torch_state.kept(out, wanted, replace=spec.force))
+        wanted = _identity(spec, engine, planned, parts)
+        state = files.enter_context(torch_state.kept(out, wanted, replace=spec.force))
         prepare(source, progress)
-        folder = files.enter_context(written_folder(out, replace=spec.force))
-        probe = files.enter_context(_scratch(out)) / "probe.safetensors"
-        job = _job(spec, source, planned, parts, out=folder, probe=probe, state=state)
-        done = msgspec.convert(run_in_child(engine.call, msgspec.to_builtins(job), progress, python=python), EngineDone)
+        temporary = files.enter_context(written_folder(out, replace=spec.force))
+        if (before := torch_markers.read_quantized(state)) is None:
+            job = _job(spec, source, planned, parts, state, resumes=engine.resumes)
+            said = run_in_child(engine.call, msgspec.to_builtins(job), progress, python=python)
+            spent_s = time.perf_counter() - started
+            quantized = torch_markers.write_quantized(state, msgspec.convert(said, EngineDone), spent_s)
+        else:
+            quantized = before
+            # The duration is that of both runs.
+            started -= before.duration_s
+        folder = torch_markers.artifact(state)
         try:
-            checked = _check(spec, source, progress, artifact=folder, probe=probe, python=checker)
-            made = facts.Made(spec, engine, source, planned, done, checked)
+            checked = _check(spec, source, progress, state=state, python=checker)
+            made = facts.Made(spec, engine, source, planned, quantized.done, checked)
             sha256 = "" if checked.fault else _record(folder, made)
         except QuantlabError as error:
-            kept = _set_aside(folder, out, "unchecked", error.message)
             message = f"the artifact could not be checked and recorded: {error.message}"
-            raise QuantlabError(message, f"{error.hint}; it is kept as `{kept}`".removeprefix("; ")) from error
+            raise QuantlabError(message, error.hint) from error
         if checked.fault:
-            if state is not None:
-                torch_state.forget(state)
+            torch_markers.forget(state)
             raise _reject(folder, out, checked.fault)
+        folder.rename(temporary)
     model = ModelFile(str(out.resolve()), file_label(out), spec.out, sha256, spec.model.revision, source.note)
     info = model_info(model)
     return Outcome(
@@ -94,10 +96,10 @@ def run(spec: QuantizeSpec, progress: Progress) -> Outcome:
         runtime=facts.runtime(made),
         measurements=facts.measurements(made, info, time.perf_counter() - started),
         warnings=[
-            *facts.resume_notices(made),
+            *facts.resume_notices(made, only_checked=before is not None),
             *notices,
             *planned.warnings,
-            *done.notices,
+            *made.done.notices,
             *checked.notices,
             *facts.loss_notices(made),
         ],
@@ -106,7 +108,7 @@ def run(spec: QuantizeSpec, progress: Progress) -> Outcome:
 
 
 def dry_run(spec: QuantizeSpec, progress: Progress) -> Prediction:
-    """What `run` would write and need, from headers alone; raises what `run` raises for the input and the texts."""
+    """What `run` would write and need, from headers alone; raises what `run` raises of input, texts and room."""
     source = read_source(spec)
     if calibrates(spec):
         _calibration(spec, source)
@@ -114,14 +116,14 @@ def dry_run(spec: QuantizeSpec, progress: Progress) -> Prediction:
 
 
 def check(spec: QuantizeSpec) -> None:
-    """Raise what `run` would raise of `spec` before any work: engine, input, shapes, memory and texts."""
+    """Raise what `run` would raise of `spec` before any work: engine, input, shapes, memory, disk and texts."""
     engine = ENGINES[spec.engine or ""]
     interpreter(engine)
     _checker(engine)
     source = read_source(spec)
     planned = plan(source, spec)
     parts, _ = _calibration(spec, source) if calibrates(spec) else ([], [])
-    if engine.resumes and not spec.force:
+    if not spec.force:
         torch_state.check(Path(spec.out), _identity(spec, engine, planned, parts))
 
 
@@ -161,7 +163,7 @@ def _calibration(spec: QuantizeSpec, source: TorchSource) -> tuple[list[tuple[Co
 def _identity(
     spec: QuantizeSpec, engine: Engine, planned: Plan, parts: list[tuple[Corpus, float]]
 ) -> torch_state.Identity:
-    """What finished layers of this quantization belong to."""
+    """What the state of this quantization belongs to."""
     settings = {
         "method": spec.method,
         **(msgspec.to_builtins(weights(spec)) or {}),
@@ -184,16 +186,15 @@ def _job(
     source: TorchSource,
     planned: Plan,
     parts: list[tuple[Corpus, float]],
+    state: Path,
     *,
-    out: Path,
-    probe: Path,
-    state: Path | None,
+    resumes: bool,
 ) -> EngineJob:
     return EngineJob(
         method=spec.method,
         folder=str(source.folder),
-        out=str(out),
-        probe=str(probe),
+        out=str(torch_markers.artifact(state)),
+        probe=str(torch_markers.probe(state)),
         keep=planned.keep,
         device=planned.device,
         dtype=planned.dtype,
@@ -202,19 +203,17 @@ def _job(
         weights=weights(spec),
         scheme=spec.scheme,
         calibration=Samples(parts, spec.calib_samples, spec.calib_length, spec.seed) if parts else None,
-        state=None if state is None else str(state),
+        state=str(state) if resumes else None,
     )
 
 
-def _check(
-    spec: QuantizeSpec, source: TorchSource, progress: Progress, *, artifact: Path, probe: Path, python: Path | None
-) -> Checked:
+def _check(spec: QuantizeSpec, source: TorchSource, progress: Progress, *, state: Path, python: Path | None) -> Checked:
     """Load the artifact in a fresh process."""
     job = CheckJob(
         method=spec.method,
         folder=str(source.folder),
-        artifact=str(artifact),
-        probe=str(probe),
+        artifact=str(torch_markers.artifact(state)),
+        probe=str(torch_markers.probe(state)),
         device=spec.device,
         threads=spec.threads or hardware.usable_cores(),
         weights=weights(spec),
@@ -231,36 +230,20 @@ def _record(folder: Path, made: facts.Made) -> str:
     return sha256
 
 
-@contextlib.contextmanager
-def _scratch(out: Path) -> Iterator[Path]:
-    """A folder for logits, beside `out`, where there is room for them; the next run removes a killed one's."""
-    folder = partial_of(out, "check")
-    try:
-        folder.mkdir()
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
 def _reject(folder: Path, out: Path, fault: str) -> QuantlabError:
-    kept = _set_aside(folder, out, "rejected", fault)
-    return QuantlabError(
-        f"the artifact failed its check: {fault}",
-        f"it is kept as `{kept}`; try another `--engine`, more calibration text, or check the model",
-    )
-
-
-def _set_aside(folder: Path, out: Path, mark: str, reason: str) -> Path:
-    """Keep an artifact that did not pass its check where nobody takes it for one, with the reason in it."""
+    """Keep an artifact that failed its check where nobody takes it for one, with the reason in it."""
     # Where the disk is full, the error alone tells the reason.
     with contextlib.suppress(OSError, QuantlabError):
         flush_folder(folder)
-        write_text(folder / _REASON, reason + "\n")
-    kept = out.with_name(f"{out.name}.{mark}")
+        write_text(folder / _REASON, fault + "\n")
+    kept = out.with_name(f"{out.name}.rejected")
     if (kept / _REASON).is_file():
         shutil.rmtree(kept)
     elif kept.exists():
         # Somebody else's.
-        kept = out.with_name(f"{out.name}.{mark}.{os.getpid()}")
+        kept = out.with_name(f"{out.name}.rejected.{os.getpid()}")
     folder.rename(kept)
-    return kept
+    return QuantlabError(
+        f"the artifact failed its check: {fault}",
+        f"it is kept as `{kept}`; try another `--engine`, more calibration text, or check the model",
+    )

@@ -13,6 +13,7 @@ import torch
 from safetensors.numpy import load_file, save_file
 
 from quantlab.core.errors import QuantlabError
+from quantlab.quantize.torch_work import PROBE_TOKENS
 from quantlab.runtime.torch import load
 
 # English, Chinese and code, so that most of a vocabulary's kinds of tokens are met.
@@ -21,7 +22,6 @@ PROBE = (
     "In 1887 a bridge of 12 arches was built; it cost £3,450. 河水从山里流出，经过村庄，流进大海。"
     "def area(r: float) -> float:\n    return 3.14159 * r ** 2\n\nQ: What is the capital of France?\nA: Paris."
 )
-PROBE_TOKENS = 128
 
 
 def load_model(folder: Path, *, dtype: torch.dtype, device: str, exact: bool = False, strict: bool = False) -> Any:

@@ -7,20 +7,22 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable
+from pathlib import Path
 
 import msgspec
 import psutil
 
 from quantlab.core import hardware
 from quantlab.core.errors import QuantlabError, UsageError
+from quantlab.core.files import check_space
 from quantlab.core.result import Notice
-from quantlab.quantize import torch_vllm
+from quantlab.quantize import torch_state, torch_vllm
 from quantlab.quantize.engines import ENGINES
 from quantlab.quantize.engines.companions import stored_dtype
 from quantlab.quantize.engines.environment import state
 from quantlab.quantize.spec import Prediction, QuantizeSpec
 from quantlab.quantize.tensors import matching
-from quantlab.quantize.torch_prediction import LAYER, Linear, predict, scratch_bytes
+from quantlab.quantize.torch_prediction import LAYER, Linear, predict
 from quantlab.quantize.torch_source import TorchSource
 from quantlab.quantize.torch_spec import GROUP_SIZES, calibrates
 from quantlab.quantize.torch_vllm import FP8_BLOCK, FUSED
@@ -39,7 +41,6 @@ class Plan(msgspec.Struct, frozen=True):
     device: str
     dtype: str
     threads: int
-    disk_bytes: int
     prediction: Prediction
     warnings: list[Notice]
 
@@ -58,7 +59,7 @@ def plan(source: TorchSource, spec: QuantizeSpec) -> Plan:
     """The plan of a checked spec.
 
     Raises UsageError where a pattern of `skip` matches nothing, nothing is left to quantize, or layers do not fit, all
-    of them at once; QuantlabError where memory is too small.
+    of them at once; QuantlabError where memory or the disk of `out` is too small.
     """
     every = linears(source)
     if not every:
@@ -77,7 +78,8 @@ def plan(source: TorchSource, spec: QuantizeSpec) -> Plan:
     device, dtype = _device(spec), _dtype(spec, source)
     threads = spec.threads or hardware.usable_cores()
     prediction = predict(source, quantized, spec, device=device, dtype=dtype)
-    _check_memory(prediction)
+    _check_memory(prediction, spec)
+    _check_disk(prediction, spec, source)
     warnings = [*source.notices, *prediction.warnings, *_length_notices(source, spec)]
     # The check of an artifact says itself what vLLM makes of it.
     said = [*warnings, *_vllm_notices(every, quantized, spec)]
@@ -87,7 +89,6 @@ def plan(source: TorchSource, spec: QuantizeSpec) -> Plan:
         device=device,
         dtype=dtype,
         threads=threads,
-        disk_bytes=prediction.size_bytes + scratch_bytes(source, quantized, spec, dtype=dtype),
         prediction=msgspec.structs.replace(prediction, warnings=said),
         warnings=warnings,
     )
@@ -190,7 +191,7 @@ def _length_notices(source: TorchSource, spec: QuantizeSpec) -> list[Notice]:
     ]
 
 
-def _check_memory(prediction: Prediction) -> None:
+def _check_memory(prediction: Prediction, spec: QuantizeSpec) -> None:
     """Raise where the process or the device lacks room now, with both numbers."""
     free = {"memory": psutil.virtual_memory().available}
     if prediction.peak_device_bytes and (on_device := hardware.nvidia_free_bytes()) is not None:
@@ -200,9 +201,21 @@ def _check_memory(prediction: Prediction) -> None:
         if need[kind] > free_bytes:
             raise QuantlabError(
                 f"quantizing needs about {need[kind] / 1e9:.1f} GB of {kind}, {free_bytes / 1e9:.1f} GB are free",
-                "end other work, use fewer `--calib-samples` or a smaller `--calib-length`, or a larger machine"
+                "end other work, "
+                + ("use fewer `--calib-samples` or a smaller `--calib-length`, " if calibrates(spec) else "")
+                + "or use a larger machine"
                 + (", or `--device cpu`" if kind == "device memory" else ""),
             )
+
+
+def _check_disk(prediction: Prediction, spec: QuantizeSpec, source: TorchSource) -> None:
+    """Raise where the disk lacks room now, for the output or for the folder that a GGUF is restored to."""
+    out = Path(spec.out)
+    # What an interrupted run left there is used again, or gives way.
+    held_bytes = torch_state.held_bytes(out) if spec.out else 0
+    check_space(out.parent, prediction.disk_bytes - held_bytes)
+    if source.gguf is not None and not source.folder.exists():
+        check_space(source.folder.parent, source.stored_bytes)
 
 
 def _vllm_notices(every: list[Linear], quantized: list[Linear], spec: QuantizeSpec) -> list[Notice]:

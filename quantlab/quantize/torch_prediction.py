@@ -4,8 +4,9 @@
 - Memory: that of the engine or of the check, which is larger. The engine's process holds the libraries, the files as
   they are read, the model as the engine computes it, what was packed, the inputs and outputs of one layer for all
   samples (2 x samples x length x hidden size), and two Hessians (in_features^2 of float32) for each module of a layer,
-  or with gptqmodel's awq what goes into each module of a layer for all samples, three times; the check's a model and
-  logits of its windows.
+  or with gptqmodel's awq what goes into each module of a layer for all samples, three times; the check's the
+  libraries, two tokenizers, a model in float32, and the largest of: the artifact's file mapped with logits of a window,
+  the parent's file as it is read, and three windows with the copies in float64 that compare them.
 - Memory of the device: the whole model with llmcompressor and autoawq and in the check, the widest layer twice and the
   embedding with the others; samples and Hessians on top.
 - Time on a CPU: the engine's own call. A pass is 2 x weights x tokens operations; gptq takes 2 and a Hessian
@@ -28,11 +29,18 @@ import numpy as np
 
 from quantlab.core import hardware
 from quantlab.core.result import Notice, TensorType
+from quantlab.quantize.calibration import DEFAULT_SAMPLES
 from quantlab.quantize.engines import ENGINES
 from quantlab.quantize.engines.companions import stored_dtype
 from quantlab.quantize.spec import Prediction, QuantizeSpec
 from quantlab.quantize.torch_source import TorchSource
-from quantlab.quantize.torch_work import CHECK_TOKENS, CHECK_WINDOW_TOKENS
+from quantlab.quantize.torch_work import (
+    AWQ_SEARCH_TOKENS,
+    CHECK_TOKENS,
+    CHECK_WINDOW_TOKENS,
+    COMPARED_TOKENS,
+    PROBE_TOKENS,
+)
 
 # Names in a layer hold its number; what stands outside of layers (embedding, head) stays in 16 bits.
 LAYER = re.compile(r"(?<=\.)\d+(?=\.)")
@@ -40,13 +48,14 @@ LAYER = re.compile(r"(?<=\.)\d+(?=\.)")
 _HEADER_BYTES, _PARTS = 115, 3.5
 # Resident memory of Python with torch, transformers and an engine imported (torch 2.13, CPU).
 _LIBRARIES_BYTES = 650_000_000
-# As many samples as `calib_samples` None takes at most.
-_MOST_SAMPLES = 128
+# What a tokenizer holds of an entry of its vocabulary: the check has those of artifact and parent.
+_ENTRY_BYTES = 660
+# Blocks of logits in float64 that a divergence has at once.
+_COMPARED_COPIES = 5
 _PASSES = {"gptq": 2.0, "awq": 2.0, "int8": 3.0, "fp8": 1.0}
 _SOLVE_PRODUCTS = 3
-# Scales that awq tries, the weights that a trial passes (o_proj and down_proj are tried twice), and the tokens that an
-# engine's search is given at most (engines/gptqmodel_awq.py, llmcompressor_recipe.py; autoawq takes all).
-_TRIALS, _TRIED_WEIGHTS, _SEARCH_TOKENS = 21, 1.35, {"gptqmodel": 4096, "llmcompressor": 2048}
+# Scales that awq tries, and the weights that a trial passes: o_proj and down_proj are tried twice.
+_TRIALS, _TRIED_WEIGHTS = 21, 1.35
 # What gptqmodel's awq holds of the inputs of a layer's modules: each batch, all joined, and a copy to reduce.
 _AWQ_INPUTS = 3
 # Seconds a weight and a column beside the products (two AVX-512 cores, gptqmodel 7.6): ranges are searched again and
@@ -88,20 +97,14 @@ def predict(source: TorchSource, quantized: list[Linear], spec: QuantizeSpec, *,
             stored_kind(spec): TensorType(len(quantized), weights),
             _plain_kind(source, spec): TensorType(len(others) - len(quantized), plain),
         },
-        peak_process_bytes=max(_process_bytes(source, quantized, spec, width) + packed, _check_bytes(source, device)),
+        peak_process_bytes=max(
+            _process_bytes(source, quantized, spec, width) + packed, check_bytes(source, device, size_bytes)
+        ),
         peak_device_bytes=_device_bytes(source, quantized, spec, width) if device == "cuda" else 0,
+        disk_bytes=size_bytes + header + _scratch_bytes(source, quantized, spec, width),
         quantize_s=_seconds(quantized, spec) if device == "cpu" else None,
         warnings=_warnings(spec),
     )
-
-
-def scratch_bytes(source: TorchSource, quantized: list[Linear], spec: QuantizeSpec, *, dtype: str) -> int:
-    """Disk that a run needs beside the artifact: logits of the check, twice, and what an engine keeps to continue."""
-    logits = 2 * 4 * CHECK_TOKENS * int(source.config.get("vocab_size") or 0)
-    if not ENGINES[spec.engine or ""].resumes:
-        return logits
-    hidden = _tokens(spec) * int(source.config.get("hidden_size") or 0) * (4 if dtype == "float32" else 2)
-    return logits + 2 * hidden + sum(stored_bytes(linear, spec) for linear in quantized)
 
 
 def stored_kind(spec: QuantizeSpec) -> str:
@@ -142,7 +145,16 @@ def _tokens(spec: QuantizeSpec) -> int:
     """The tokens that are looked at, at most; 0 for a method that needs none."""
     if spec.method == "rtn" or spec.scheme in ("dynamic", "block"):
         return 0
-    return (spec.calib_samples or _MOST_SAMPLES) * spec.calib_length
+    return (spec.calib_samples or DEFAULT_SAMPLES) * spec.calib_length
+
+
+def _scratch_bytes(source: TorchSource, quantized: list[Linear], spec: QuantizeSpec, width: int) -> int:
+    """Disk that a run needs beside the artifact: logits of probe and check, and what an engine keeps to continue."""
+    logits = 4 * (PROBE_TOKENS + 2 * CHECK_TOKENS) * int(source.config.get("vocab_size") or 0)
+    if not ENGINES[spec.engine or ""].resumes:
+        return logits
+    hidden = _tokens(spec) * int(source.config.get("hidden_size") or 0) * width
+    return logits + 2 * hidden + sum(stored_bytes(linear, spec) for linear in quantized)
 
 
 def _samples_bytes(source: TorchSource, quantized: list[Linear], spec: QuantizeSpec, width: int) -> int:
@@ -168,12 +180,19 @@ def _process_bytes(source: TorchSource, quantized: list[Linear], spec: QuantizeS
 
 def _window_bytes(source: TorchSource) -> int:
     """Logits of a window of the check's text, of which it holds three."""
-    return 3 * 4 * CHECK_WINDOW_TOKENS * int(source.config.get("vocab_size") or 0)
+    tokens = min(CHECK_WINDOW_TOKENS, int(source.config.get("max_position_embeddings") or CHECK_WINDOW_TOKENS))
+    return 3 * 4 * tokens * int(source.config.get("vocab_size") or 0)
 
 
-def _check_bytes(source: TorchSource, device: str) -> int:
-    model = source.stored_bytes + (4 * source.params if device == "cpu" else 0)
-    return _LIBRARIES_BYTES + model + _window_bytes(source)
+def check_bytes(source: TorchSource, device: str, size_bytes: int) -> int:
+    """The memory of the process that checks an artifact of `size_bytes`; a torch for CUDA takes more by itself."""
+    entries = int(source.config.get("vocab_size") or 0)
+    # Without an engine there are 425 MB of libraries; the heap keeps some of the passes (demo: 1.60 GB).
+    libraries = _LIBRARIES_BYTES + 2 * _ENTRY_BYTES * entries
+    model = 4 * source.params if device == "cpu" else 0
+    windows = _window_bytes(source)
+    compared = windows + _COMPARED_COPIES * 8 * COMPARED_TOKENS * entries
+    return libraries + model + max(size_bytes + windows // 3, source.stored_bytes, compared)
 
 
 def _device_bytes(source: TorchSource, quantized: list[Linear], spec: QuantizeSpec, width: int) -> int:
@@ -204,7 +223,7 @@ def _seconds(quantized: list[Linear], spec: QuantizeSpec) -> float:
         operations += 2 * tokens * squares + 2 * _SOLVE_PRODUCTS * cubes
         found += columns * _COLUMN_S
     if spec.method == "awq":
-        searched = min(tokens, _SEARCH_TOKENS.get(str(spec.engine), tokens))
+        searched = min(tokens, AWQ_SEARCH_TOKENS.get(str(spec.engine), tokens))
         operations += _TRIALS * _TRIED_WEIGHTS * 2 * weights * searched
     return found + weights * _SEARCH_S.get(spec.method, 0) + operations / _operations_per_s()
 

@@ -74,7 +74,7 @@ def torch_variant(spec: QuantizeSpec) -> str:
 
 def _fp8(spec: QuantizeSpec) -> QuantizeSpec:
     refuse_options(spec, ("bits", "group_size", "sym"), ": `--scheme` says it all")
-    scheme = spec.scheme or "dynamic"
+    scheme = "dynamic" if spec.scheme is None else spec.scheme
     if scheme not in SCHEMES:
         raise unknown_name("scheme", scheme, SCHEMES)
     return msgspec.structs.replace(spec, scheme=scheme)
@@ -85,7 +85,7 @@ def _integer(spec: QuantizeSpec) -> QuantizeSpec:
     if spec.method == "int8" and (spec.group_size, spec.sym) not in ((None, None), (-1, True)):
         refuse_options(spec, ("group_size", "sym"), ": its scales are per channel and per token")
     known = _BITS[spec.method]
-    bits = spec.bits or known[0]
+    bits = known[0] if spec.bits is None else spec.bits
     if bits not in known:
         raise UsageError(f"`{spec.method}` has no {bits} bits", f"it has {', '.join(map(str, sorted(known)))}")
     own = -1 if spec.method == "int8" else _DEFAULT_GROUP

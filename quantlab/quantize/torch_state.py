@@ -1,7 +1,9 @@
-"""The finished layers of an interrupted torch quantization, in the folder NAME.partial beside the artifact NAME.
+"""What an interrupted torch quantization had done, in the folder NAME.partial beside the artifact NAME.
 
-The parent owns the folder: it says there what the layers belong to, refuses what belongs to something else or is
-damaged, and removes it when the artifact has its name. The engine's process fills it (quantize/engines/).
+These are the layers that an engine had finished, where it can continue from them, and from any engine the whole model
+that it had quantized, of which the check and the name were missing. The parent owns the folder: it says there what
+this belongs to, refuses what belongs to something else or is damaged, and removes the folder when the artifact has
+its name. The engine's process fills it (quantize/engines/).
 """
 
 from __future__ import annotations
@@ -18,11 +20,25 @@ import msgspec
 
 from quantlab import __version__
 from quantlab.core.errors import QuantlabError
-from quantlab.core.files import PARTIAL_SUFFIX, os_error, sha256_file, sha256_text, write_text
+from quantlab.core.files import PARTIAL_SUFFIX, os_error, sha256_file, write_text
+from quantlab.quantize.torch_markers import (
+    ARTIFACT,
+    FINISHED,
+    QUANTIZED,
+    WHOLE,
+    artifact,
+    damaged,
+    decoded,
+    forget,
+    is_quantized,
+    read,
+    read_quantized,
+    stale,
+)
 
-# Of what is written here and by engines/gptqmodel_state.py.
-_FORMAT = 1
-_IDENTITY, _FINISHED, _LOCK = "identity.json", "finished.json", "lock"
+# Of what is written here, by torch_markers.py and by engines/gptqmodel_state.py.
+_FORMAT = 2
+_IDENTITY, _LOCK = "identity.json", "lock"
 ENGINE_LOCK = "engine.lock"
 _WORDS = {
     "model": "another model",
@@ -35,7 +51,7 @@ _WORDS = {
 
 
 class Identity(msgspec.Struct, frozen=True):
-    """What finished layers belong to. The number of threads is no part of it: any may continue."""
+    """What a state belongs to. The number of threads is no part of it: any may continue."""
 
     model: str
     calibration: dict[str, Any]
@@ -45,144 +61,130 @@ class Identity(msgspec.Struct, frozen=True):
     format: int = _FORMAT
 
 
-class Finished(msgspec.Struct, frozen=True):
-    """How far the engine is: `layers` of `of` are finished and lie in `files`, by name with their sha256.
-
-    `calibration` is the sha256 of the token ids, `log` what the engine said of each module, `seal` the sha256 of all
-    this.
-    """
-
-    layers: int
-    of: int
-    files: dict[str, str]
-    calibration: str
-    log: list[dict[str, Any]]
-    seal: str = ""
-
-
 def place(out: Path) -> Path:
     """Where the state of the artifact `out` lies."""
     return out.with_name(out.name + PARTIAL_SUFFIX)
+
+
+def held_bytes(out: Path) -> int:
+    """The disk that the state of `out` takes now."""
+    found = 0
+    for path in place(out).rglob("*"):
+        # Another process may have it: that is told later.
+        with contextlib.suppress(FileNotFoundError):
+            found += path.stat().st_size if path.is_file() else 0
+    return found
 
 
 def check(out: Path, wanted: Identity) -> None:
     """Raise QuantlabError where a state lies beside `out` that is not of `wanted`, or is damaged."""
     folder = place(out)
     _refuse_foreign(folder)
-    if (finished := read(folder)) is None:
+    if not (markers := [marker for marker in (read(folder), read_quantized(folder)) if marker is not None]):
         return
-    found = _decoded(folder / _IDENTITY, Identity)
+    found = decoded(folder / _IDENTITY, Identity)
     names = [name for name in _WORDS if getattr(found, name) != getattr(wanted, name)]
     if names:
         other = " and ".join(dict.fromkeys(_WORDS[name] for name in names))
         settings = [name for name, value in wanted.settings.items() if found.settings.get(name) != value]
         raise stale(folder, other + (f" ({', '.join(settings)})" if settings else ""))
-    for name, sha256 in finished.files.items():
-        if not (folder / name).is_file() or sha256_file(folder / name) != sha256:
-            raise damaged(folder, f"`{name}` is not what was written")
+    for marker in markers:
+        for name, sha256 in marker.files.items():
+            if not (folder / name).is_file() or sha256_file(folder / name) != sha256:
+                raise damaged(folder, f"`{name}` is not what was written")
 
 
 @contextlib.contextmanager
 def kept(out: Path, wanted: Identity, *, replace: bool) -> Iterator[Path]:
-    """The state folder for one quantization; on success it is removed, on failure kept if a layer is finished.
+    """The state folder for one quantization; on success it is removed, on failure kept if there is something to keep.
 
     The failure's hint, or the note of a Ctrl-C, then says where it lies and how it is continued. With `replace` what is
-    there goes; else raises as `check` does. Raises QuantlabError too where another process has the folder.
+    there goes; else raises as `check` does. Raises QuantlabError too where another process has the folder, and for an
+    error of the system within, whose note nobody would read.
     """
     folder = place(out)
     _refuse_foreign(folder)
     with _owned(folder, out):
         if not replace:
             check(out, wanted)
-        if replace or read(folder) is None:
-            try:
+        try:
+            if replace or not _worth_keeping(folder):
                 empty(folder)
-            except OSError as error:
-                raise os_error(error, folder) from error
-            write_text(folder / _IDENTITY, msgspec.json.format(msgspec.json.encode(wanted)).decode() + "\n")
+                write_text(folder / _IDENTITY, msgspec.json.format(msgspec.json.encode(wanted)).decode() + "\n")
+            _clear_for_engine_or_check(folder)
+        except OSError as error:
+            raise os_error(error, folder) from error
         try:
             yield folder
         except BaseException as error:
-            if not (folder / _FINISHED).is_file():
+            if not _worth_keeping(folder):
                 _remove(folder)
-            elif not isinstance(error, QuantlabError):
-                error.add_note(_continued(folder, out, replace=replace))
-            elif folder.name not in error.hint:
-                error.hint += f"{'; ' if error.hint else ''}{_continued(folder, out, replace=replace)}"
-            raise
+                raise
+            _remove_scratch(folder)
+            told = error
+            # The command line takes a pipe that nobody reads for no error.
+            if isinstance(error, OSError) and not isinstance(error, BrokenPipeError):
+                told = os_error(error, Path(error.filename or folder))
+            _tell(told, folder, _continued(folder, out, replace=replace))
+            if told is error:
+                raise
+            raise told from error
         _remove(folder)
 
 
+def _tell(error: BaseException, folder: Path, how: str) -> None:
+    if not isinstance(error, QuantlabError):
+        error.add_note(how)
+    elif folder.name not in error.hint:
+        error.hint += f"{'; ' if error.hint else ''}{how}"
+
+
+def _worth_keeping(folder: Path) -> bool:
+    return (folder / FINISHED).is_file() or is_quantized(folder)
+
+
 def _continued(folder: Path, out: Path, *, replace: bool) -> str:
-    """How the finished layers in `folder` are continued, and how not; with `replace` the command had `--force`."""
+    """How what is in `folder` is continued, and how not; with `replace` the command had `--force`."""
     how = " without `--force`" if replace else ""
     when = f" once `{out}` is moved away" if replace and out.exists() else ""
-    kept = f"the finished layers are kept in `{folder}`"
-    return f"{kept}: the same command{how} continues there{when}, with `--force` it begins again"
-
-
-def read(folder: Path) -> Finished | None:
-    """What is finished; None where nothing is. Raises QuantlabError for what `write` did not write."""
-    if not (folder / _FINISHED).is_file():
-        return None
-    finished: Finished = _decoded(folder / _FINISHED, Finished)
-    if finished.seal != _seal(finished):
-        raise damaged(folder, f"`{_FINISHED}` is not what was written")
-    return finished
-
-
-def write(folder: Path, finished: Finished) -> None:
-    """Say what is finished, at once; the files that it names are there already."""
-    sealed = msgspec.structs.replace(finished, seal=_seal(finished))
-    write_text(folder / _FINISHED, msgspec.json.encode(sealed).decode())
-
-
-def _seal(finished: Finished) -> str:
-    return sha256_text(msgspec.json.encode(msgspec.structs.replace(finished, seal="")).decode())
-
-
-def forget(folder: Path) -> None:
-    """Drop what is finished: nothing is to be continued."""
-    (folder / _FINISHED).unlink(missing_ok=True)
-
-
-def stale(folder: Path, other: str) -> QuantlabError:
-    """The error for a state that belongs to something else."""
-    return QuantlabError(f"`{folder}` is of an interrupted quantization with {other}", _hint(folder))
+    kept, continues = f"the finished layers are kept in `{folder}`", "continues there"
+    if is_quantized(folder):
+        kept, continues = f"the quantized model is kept in `{folder}`, not yet checked", "only checks it"
+    return f"{kept}: the same command{how} {continues}{when}, with `--force` it begins again"
 
 
 def empty(folder: Path) -> None:
-    """Drop all that is finished, and its files."""
+    """Drop all that is finished, and the files of layers; an engine may be about to write the whole."""
     forget(folder)
     for path in folder.iterdir():
-        if path.name not in (_LOCK, ENGINE_LOCK, _IDENTITY):
+        if path.name not in (_LOCK, ENGINE_LOCK, _IDENTITY, WHOLE):
             path.unlink(missing_ok=True)
+
+
+def _clear_for_engine_or_check(folder: Path) -> None:
+    if is_quantized(folder):
+        _remove_scratch(folder)
+        return
+    (folder / QUANTIZED).unlink(missing_ok=True)
+    if (folder / WHOLE).is_dir():
+        shutil.rmtree(folder / WHOLE)
+    artifact(folder).mkdir(parents=True)
+
+
+def _remove_scratch(folder: Path) -> None:
+    """Remove what a killed check left beside artifact and probe: gigabytes of logits."""
+    for path in (folder / WHOLE).glob("*/"):
+        if path.name != ARTIFACT:
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def _remove(folder: Path) -> None:
     with contextlib.suppress(OSError):
         # A kill at any moment leaves what the next run knows to be nothing.
         empty(folder)
+        shutil.rmtree(folder / WHOLE, ignore_errors=True)
         (folder / _IDENTITY).unlink(missing_ok=True)
         shutil.rmtree(folder)
-
-
-def damaged(folder: Path, what: str) -> QuantlabError:
-    """The error for a state that cannot be continued."""
-    return QuantlabError(f"`{folder}`, the state of an interrupted quantization, is damaged: {what}", _hint(folder))
-
-
-def _hint(folder: Path) -> str:
-    return f"remove `{folder}`, or use `--force`: both begin again"
-
-
-def _decoded(path: Path, kind: type[Any]) -> Any:
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=kind)
-    except OSError as error:
-        raise damaged(path.parent, f"`{path.name}`: {error.strerror}") from error
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise damaged(path.parent, f"`{path.name}`: {error}") from error
 
 
 def _refuse_foreign(folder: Path) -> None:

@@ -12,8 +12,14 @@ from quantlab.core.result import Notice
 # How fp8 scales activations: per token as they come, by one calibrated scale, in blocks of 128.
 SCHEMES = ("dynamic", "static", "block")
 
-# Tokens of the text that the check compares on, and of each of its windows.
-CHECK_TOKENS, CHECK_WINDOW_TOKENS = 1024, 512
+# Tokens of the text that the check compares on, of each of its windows, and of the probe of the engine's model.
+CHECK_TOKENS, CHECK_WINDOW_TOKENS, PROBE_TOKENS = 1024, 512, 128
+# Tokens whose logits are compared at once: several copies in float64 of a large vocabulary fill gigabytes.
+COMPARED_TOKENS = 16
+
+# Tokens that tell awq's search which of some twenty scales is best, by engine (autoawq takes all). All tokens make up
+# the mean activation of the channels.
+AWQ_SEARCH_TOKENS = {"gptqmodel": 4096, "llmcompressor": 2048}
 
 
 class Weights(msgspec.Struct, frozen=True):

@@ -145,8 +145,9 @@ def _sla(rows: list[Result]) -> Table:
     ]
     verdicts = [(printable(r.label), _answer(r.details)) for r in rows if r.details["part"] == "answer"]
     notes = [
-        "a rate meets the limits where, with 95% confidence, at most one request in a hundred is late (rejected and "
-        "lost ones are) and the mean TPOT is within its limit; not decided: what was seen is within or beyond"
+        "a rate meets the limits where at most one request in a hundred is late (rejected and lost ones are) and the "
+        "mean TPOT is within its limit, with 95% confidence for all rates together; not decided: what was seen is "
+        "within or beyond"
     ]
     return _table(rows, "limits", heads, body, verdicts=verdicts, notes=notes)
 
@@ -239,7 +240,17 @@ def _held(result: Result) -> str:
             f"{units.percent(d['share_unserved'], digits=2)} of the interactive requests are rejected or lost, and "
             "count in neither"
         )
+    parts += [f"{one['requests']} interactive requests went to `{printable(one['model'])}`{_answers(one)}"
+              for one in d.get("answered_by", [])]  # fmt: skip
     return f"at a load of {d['rho']:.2f} " + "; ".join(parts)
+
+
+def _answers(one: dict[str, Any]) -> str:
+    """How fast one of two models answered."""
+    ttft, tpot = one["ttft_p99_interval_s"], one["tpot_mean_interval_s"]
+    said = [f"TTFT P99 {units.milliseconds(ttft[0])}"] if ttft else []
+    said += [f"TPOT {units.milliseconds(tpot[0])}"] if tpot else []
+    return f" ({', '.join(said)})" if said else ""
 
 
 _TABLES: dict[str, Callable[[list[Result]], Table]] = {"batch": _batch, "load": _load, "sla": _sla, "mixed": _mixed}

@@ -148,8 +148,8 @@ def _length(row: Result) -> list[Entry]:
         Entry("" if d["coverage"] > 0.995 else units.percent(d["coverage"], digits=2)),
         Entry(_number(mean.get("mean_tokens_per_verify"))),
         Entry(_number(d["expected_tokens_per_verify"])),
-        Entry(_number(mean["draft_cost_ratio"])),
-        Entry(_number(mean["verify_cost_ratio"])),
+        Entry(_number(mean.get("draft_cost_ratio"))),
+        Entry(_number(mean.get("verify_cost_ratio"))),
         Entry(_ratio([mean.get("predicted_speedup"), None, None])),
         Entry(_ratio(d["speedup_interval"])),
         Entry({True: "yes", False: "no", None: "not decided"}[d["pays"]]),
@@ -210,7 +210,8 @@ def _categories(rows: list[Result], lengths: list[Result]) -> Table:
     ]
     heads = ["draft", "batch", "K", "category", "prompts", "acceptance", "drafted", "tokens/verify", "speed-up"]
     title = f"{printable(rows[0].label)}: the fastest length by category{_way(rows[0])}"
-    notes = ["drafted is the share of rounds that have a draft"]
+    drafted = heads.index("drafted")
+    notes = ["drafted is the share of rounds that have a draft"] if any(str(row[drafted]) for row in body) else []
     return _table(title, heads, body, keys=4, verdicts=[], notes=notes)
 
 

@@ -6,13 +6,10 @@ process on many kinds of misuse, so every argument is checked before it is passe
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import ctypes
 import functools
 import hashlib
-import os
-import re
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -21,9 +18,9 @@ import numpy as np
 
 from quantlab.core import hardware
 from quantlab.core.artifact import content_sha256, gguf_shards
-from quantlab.core.errors import QuantlabError, UsageError, missing_extra, unknown_name
-from quantlab.core.gguf_file import TensorInfo, kv_bytes_per_token, read_header
-from quantlab.core.result import DEVICES, RuntimeInfo
+from quantlab.core.errors import QuantlabError, UsageError
+from quantlab.core.gguf_file import kv_bytes_per_token, read_header
+from quantlab.core.result import RuntimeInfo
 from quantlab.runtime import saved
 from quantlab.runtime.backend import (
     Batch,
@@ -37,38 +34,28 @@ from quantlab.runtime.backend import (
     generate_static,
 )
 from quantlab.runtime.checks import check_batch, check_requests, check_share
+from quantlab.runtime.llamacpp_facts import bytes_read, main_type
+from quantlab.runtime.llamacpp_library import (
+    buffers,
+    kernels,
+    last_errors,
+    lib,
+    load_model,
+    offloads,
+    version,
+    windowed_kv,
+)
 from quantlab.runtime.llamacpp_streams import Streams
-
-# When llama.cpp aborts, its own message must be the last that is said, not a debugger's pages.
-os.environ.setdefault("GGML_NO_BACKTRACE", "1")
-try:
-    import llama_cpp.llama_cpp as lib
-except ModuleNotFoundError as error:
-    raise missing_extra("llama-cpp-python", "gguf") from error
+from quantlab.runtime.llamacpp_vocabulary import Vocabulary
 
 # Positions and counts are int32 in llama.cpp.
 _MOST = 2**31 - 1
 _MOST_THREADS = 512  # GGML_MAX_N_THREADS
-_ERROR_LEVEL = 4
 _BLOB_MAGIC = b"QLKV\x02"
-
-_log: collections.deque[tuple[int, str]] = collections.deque(maxlen=4000)
-
 
 # The binding's own wrapper builds a pointer object that must be cast back.
 _get_logits = lib._lib["llama_get_logits"]
 _get_logits.argtypes, _get_logits.restype = (ctypes.c_void_p,), ctypes.c_void_p
-
-
-@lib.llama_log_callback  # type: ignore[untyped-decorator]
-def _keep_log(level: int, text: bytes, _: Any) -> None:
-    _log.append((level, text.decode("utf-8", "replace").rstrip()))
-
-
-def last_errors() -> str:
-    """What llama.cpp said last on its error level, for an error message."""
-    errors = [text for level, text in _log if level == _ERROR_LEVEL and text]
-    return "; ".join(errors[-2:]) or "it gave no reason"
 
 
 class LlamaCppBackend:
@@ -88,9 +75,9 @@ class LlamaCppBackend:
         self._path, self._capacity = path, capacity
         self._threads = threads or hardware.usable_cores()
         self._headers = [read_header(shard) for shard in gguf_shards(path)]
-        self._offload = _offloads(device)
+        self._offload = offloads(device)
         self._load()
-        self._vocabulary = _Vocabulary(self._model)
+        self._vocabulary = Vocabulary(self._model)
         self._vocab = self._vocabulary.pointer
         self._n_vocab: int = lib.llama_vocab_n_tokens(self._vocab)
         self._kv = lib.llama_get_memory(self._context)
@@ -107,7 +94,7 @@ class LlamaCppBackend:
         self.reset()
 
     def _load(self) -> None:
-        self._model = _load_model(self._path, {} if self._offload else {"n_gpu_layers": 0})
+        self._model = load_model(self._path, {} if self._offload else {"n_gpu_layers": 0})
         if lib.llama_model_has_encoder(self._model) or not lib.llama_model_has_decoder(self._model):
             self.close()
             raise QuantlabError(f"`{self._path}` is no decoder-only language model", "give a causal language model")
@@ -145,19 +132,19 @@ class LlamaCppBackend:
         return Loaded(
             runtime=RuntimeInfo(
                 name="llamacpp",
-                version=_version(),
+                version=version(),
                 device="gpu" if self._offload else "cpu",
-                dtype=_main_type(tensors),
-                kernels=_kernels(len(tensors)),
+                dtype=main_type(tensors),
+                kernels=kernels(len(tensors)),
                 threads=self._threads,
             ),
             capacity=self._capacity,
             n_vocab=self._n_vocab,
             n_ctx_train=lib.llama_model_n_ctx_train(self._model),
             weight_bytes=sum(tensor.size_bytes for tensor in tensors),
-            bytes_read_per_token=_bytes_read(tensors, metadata),
+            bytes_read_per_token=bytes_read(tensors, metadata),
             kv_bytes_per_token=kv_bytes,
-            windowed_kv=_windowed_kv(kv_bytes, lib.llama_model_n_swa(self._model)),
+            windowed_kv=windowed_kv(kv_bytes, lib.llama_model_n_swa(self._model)),
             bos=self._vocabulary.bos,
             eos=frozenset(t for t in range(self._n_vocab) if lib.llama_vocab_is_eog(self._vocab, t)),
             adds_bos=self._vocabulary.adds_bos,
@@ -343,7 +330,7 @@ class LlamaCppBackend:
 
     @functools.cached_property
     def _identity(self) -> bytes:
-        named = f"{_version()} {self._capacity.shared} {content_sha256(self._path)}"
+        named = f"{version()} {self._capacity.shared} {content_sha256(self._path)}"
         return hashlib.sha256(named.encode()).digest()
 
     def kv_bytes(self) -> int:
@@ -353,7 +340,7 @@ class LlamaCppBackend:
 
     def memory(self) -> Memory:
         """Bytes now and at the peak; llama.cpp allocates at load, so device peak and allocation are one number."""
-        device = sum(size for name, size in _buffers() if not name.startswith("CPU") and "Host" not in name)
+        device = sum(size for name, size in buffers() if not name.startswith("CPU") and "Host" not in name)
         return Memory(device, device, device, hardware.process_bytes(), hardware.peak_process_bytes())
 
     def generate(self, requests: Sequence[Request]) -> list[Generation]:
@@ -382,26 +369,6 @@ class LlamaCppBackend:
         if self._model:
             lib.llama_model_free(self._model)
             self._model = None
-
-
-class _Vocabulary:
-    """The tokenizer of a model that llama.cpp holds."""
-
-    def __init__(self, model: Any) -> None:
-        self.pointer = lib.llama_model_get_vocab(model)
-        bos = lib.llama_vocab_bos(self.pointer)
-        self.bos: int | None = bos if bos >= 0 else None
-        self.adds_bos = bool(lib.llama_vocab_get_add_bos(self.pointer))
-
-    def encode(self, text: str, *, special: bool = False, bos: bool = False) -> Tokens:
-        """Token ids of `text`; see `Backend`."""
-        data = text.encode()
-        room = len(data) + 8
-        buffer = (lib.llama_token * room)()
-        n = lib.llama_tokenize(self.pointer, data, len(data), buffer, room, bos, special)
-        if n < 0:
-            raise QuantlabError(f"llama.cpp does not tokenize a text of {len(data)} bytes", "use a shorter text")
-        return np.frombuffer(memoryview(buffer), np.int32)[:n].copy()
 
 
 class _BatchArrays:
@@ -438,111 +405,3 @@ def opened(
         yield backend
     finally:
         backend.close()
-
-
-@contextlib.contextmanager
-def opened_vocabulary(path: Path) -> Iterator[_Vocabulary]:
-    """Open the tokenizer of a GGUF file, without its weights, and close it at the end."""
-    model = _load_model(path, {"vocab_only": True})
-    try:
-        yield _Vocabulary(model)
-    finally:
-        lib.llama_model_free(model)
-
-
-def _load_model(path: Path, settings: dict[str, Any]) -> Any:
-    """The model's pointer; `settings` are fields of llama_model_params."""
-    _log.clear()
-    lib.llama_log_set(_keep_log, None)
-    lib.llama_backend_init()
-    params = lib.llama_model_default_params()
-    for name, value in settings.items():
-        setattr(params, name, value)
-    model = lib.llama_model_load_from_file(str(path).encode(), params)
-    if not model:
-        raise QuantlabError(f"llama.cpp does not load `{path}`: {last_errors()}", "check it with `quantlab inspect`")
-    return model
-
-
-def _offloads(device: str) -> bool:
-    """Whether layers go to a GPU; `cuda` and `mps` are refused where this build of llama.cpp has none."""
-    if device not in DEVICES:
-        raise unknown_name("device", device, DEVICES)
-    able = bool(lib.llama_supports_gpu_offload())
-    if device in ("cuda", "mps") and not able:
-        raise QuantlabError(
-            f"this build of llama.cpp has no `{device}`",
-            "build llama-cpp-python with CMAKE_ARGS=-DGGML_CUDA=on (or -DGGML_METAL=on), or use `--device cpu`",
-        )
-    return able and device != "cpu"
-
-
-def _version() -> str:
-    import importlib.metadata
-
-    return importlib.metadata.version("llama-cpp-python")
-
-
-def _main_type(tensors: list[TensorInfo]) -> str:
-    """The type that holds most weights."""
-    params: collections.Counter[str] = collections.Counter()
-    for tensor in tensors:
-        params[tensor.type] += tensor.params
-    return params.most_common(1)[0][0]
-
-
-def _kernels(n_tensors: int) -> dict[str, int]:
-    """Weights by the buffer type whose kernels compute them, as llama.cpp's log tells after a load.
-
-    CPU_REPACK interleaves rows of some quantized types for faster kernels; the log names one tensor that could not
-    go there and the number of the others.
-    """
-    said = " ".join(text for _, text in _log)
-    kernels = {}
-    if offloaded := re.search(r"offloaded (\d+)/\d+ layers to GPU", said):
-        kernels["GPU layers"] = int(offloaded[1])
-    if kept := re.search(
-        r"\(and (\d+) others\) cannot be used with preferred buffer type (\S+), using (\S+) instead", said
-    ):
-        kernels[kept[3]] = int(kept[1]) + 1
-        kernels[kept[2]] = n_tensors - int(kept[1]) - 1
-    return {name: n for name, n in kernels.items() if n > 0} or {"CPU": n_tensors}
-
-
-def _windowed_kv(kv_bytes: int, window: int) -> tuple[tuple[int, int], ...]:
-    """See `Loaded`: how many layers have the window llama.cpp's log tells; they count alike in `kv_bytes`."""
-    said = " ".join(text for _, text in _log)
-    whole, windowed = (
-        int(found[1]) if (found := re.search(rf"creating +{kind} KV cache.*?cells, *(\d+) layers", said)) else 0
-        for kind in ("non-SWA", "SWA")
-    )
-    return ((window, kv_bytes * windowed // (whole + windowed)),) if window and windowed else ()
-
-
-def _buffers() -> list[tuple[str, int]]:
-    """(buffer type, bytes) of weights, KV and compute buffers that llama.cpp reported."""
-    found = []
-    for _, text in list(_log):
-        if match := re.search(r"(\S+)\s+(?:model|KV|RS|compute|output) buffer size\s*=\s*([\d.]+) MiB", text):
-            found.append((match[1], int(float(match[2]) * 2**20)))
-    return found
-
-
-def _bytes_read(tensors: list[TensorInfo], metadata: dict[str, Any]) -> int:
-    """The bytes of weights that one token reads.
-
-    The token embedding is a lookup of one row, unless it is also the output matrix (tied); of a layer's experts
-    only those used are read.
-    """
-    arch = metadata.get("general.architecture", "")
-    experts, used = metadata.get(f"{arch}.expert_count", 0), metadata.get(f"{arch}.expert_used_count", 0)
-    tied = all(tensor.name != "output.weight" for tensor in tensors)
-    total = 0.0
-    for tensor in tensors:
-        if tensor.name == "token_embd.weight" and not tied:
-            total += tensor.size_bytes / tensor.shape[1]
-        elif "_exps." in tensor.name and experts:
-            total += tensor.size_bytes * used / experts
-        else:
-            total += tensor.size_bytes
-    return int(total)

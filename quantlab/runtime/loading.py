@@ -87,7 +87,7 @@ def vocabulary(path: Path) -> Iterator[Vocabulary]:
 
         yield OfFolder(path, text_config(path).get("vocab_size") or 0)
         return
-    from quantlab.runtime.llamacpp import opened_vocabulary
+    from quantlab.runtime.llamacpp_vocabulary import opened_vocabulary
 
     with opened_vocabulary(path) as of_file:
         yield of_file

@@ -16,22 +16,14 @@ from typing import Any
 import msgspec
 
 from quantlab.bench.batching import batch_sizes, mixed, notices, open_loop, sla
-from quantlab.bench.batching.calibration import calibrate
-from quantlab.bench.batching.load import BATCH_LENGTH, Lengths, lengths
+from quantlab.bench.batching.load import Lengths, lengths
+from quantlab.bench.batching.opening import opened
 from quantlab.bench.batching.serve import Cell, Run
-from quantlab.bench.batching.spec import LEAST_REQUESTS, BatchingSpec
-from quantlab.bench.batching.target import (
-    SimulatedTarget,
-    Target,
-    lost,
-    lost_error,
-    opened_engine,
-    roofline,
-)
+from quantlab.bench.batching.spec import BatchingSpec
+from quantlab.bench.batching.target import Target, lost, lost_error
 from quantlab.bench.batching.theory import Server
 from quantlab.bench.batching.window import Window
 from quantlab.core.artifact import model_info
-from quantlab.core.errors import UsageError
 from quantlab.core.progress import Progress, silent
 from quantlab.core.result import Measurement, ModelInfo, Notice, Outcome
 
@@ -48,60 +40,11 @@ def run(spec: BatchingSpec, progress: Progress = silent) -> Iterator[Outcome]:
     info = _endpoint_info(spec) if spec.endpoint else model_info(spec.model)
     drawn = lengths(spec)
     with contextlib.ExitStack() as stack:
-        target, said = _opened(spec, drawn, info, stack, progress)
+        target, said = opened(spec, drawn, info, stack, progress)
         bench = _Bench(spec, target, drawn, info=info, said=said, progress=progress)
         yield from bench.outcomes()
     if bench.lost:
         raise lost_error(bench.lost, bench.sent)
-
-
-def _opened(
-    spec: BatchingSpec, drawn: Lengths, info: ModelInfo, stack: contextlib.ExitStack, progress: Progress
-) -> tuple[Target, list[Notice]]:
-    """What serves the loads, and what must be said of it in every row."""
-    if len(drawn.prompt) < LEAST_REQUESTS:
-        raise UsageError(
-            f"the trace has {len(drawn.prompt)} requests: the first and the last tenth are not measured",
-            f"give a trace of {LEAST_REQUESTS} or more",
-        )
-    n_ctx, n_seq = needed_context(spec, drawn), needed_sequences(spec)
-    longest = longest_request(spec, drawn)
-    # The last token is handed out, not fed back.
-    if spec.kv_budget_tokens is not None and longest - 1 > spec.kv_budget_tokens:
-        raise UsageError(
-            f"requests of up to {longest} tokens, the KV budget is {spec.kv_budget_tokens} in all",
-            "raise `--kv-budget-tokens`, or lower `--prompt-tokens` or `--new-tokens`",
-        )
-    progress("loading", 0, 1)
-    if spec.endpoint:
-        from quantlab.bench.batching.server_target import opened_server
-
-        return stack.enter_context(opened_server(spec, n_ctx)), []
-    if spec.bandwidth_bytes_per_s is not None:
-        return SimulatedTarget(roofline(spec, info), n_ctx, n_seq), [notices.of_roofline(spec)]
-    if not spec.simulate:
-        return stack.enter_context(opened_engine(spec, n_ctx, n_seq)), []
-    with opened_engine(spec, n_ctx, n_seq) as engine:
-        found = calibrate(spec, drawn, engine, progress)
-        target = SimulatedTarget(found.model, n_ctx, n_seq, swap_token_s=found.swap_token_s)
-        return target, [notices.of_calibration(found, spec.model.label), *engine.notices()]
-
-
-def longest_request(spec: BatchingSpec, drawn: Lengths) -> int:
-    """Tokens of the longest request of any load."""
-    factor = BATCH_LENGTH if "mixed" in spec.chosen() else 1
-    return max(prompt + factor * new for prompt, new in zip(drawn.prompt, drawn.new, strict=True))
-
-
-def needed_context(spec: BatchingSpec, drawn: Lengths) -> int:
-    """Tokens of the longest request of any part."""
-    of_batches = "batch" in spec.chosen() or spec.simulate
-    return max(longest_request(spec, drawn), spec.prompt_tokens + batch_sizes.new_tokens(spec) if of_batches else 0)
-
-
-def needed_sequences(spec: BatchingSpec) -> int:
-    """Sequences at once in any part."""
-    return max(spec.max_num_seqs, *(spec.batch if "batch" in spec.chosen() else [1]))
 
 
 def _endpoint_info(spec: BatchingSpec) -> ModelInfo:
@@ -175,8 +118,9 @@ class _Bench:
         else:
             run = self._run(open_loop.cell(spec, self.drawn, rate), f"load {rate / server.mu:.2f}")
             found, details = open_loop.row(spec, self.drawn, server, rate, run)
-        judged = sla.judge(spec, rate, Window(run))
-        said = [*notices.of_requests(spec, details["requests_measured"])]
+        together = sla.judged_together(spec)
+        judged = sla.judge(spec, rate, Window(run), together=together)
+        said = [*notices.of_requests(spec, details["requests_measured"], together)]
         # The search itself goes beyond capacity.
         said += notices.of_load(details) if part == "load" else []
         return judged, self._outcome(part, (found, details | sla.details(judged)), said, ends=ends)
@@ -204,15 +148,16 @@ class _Bench:
         whole = open_loop.alone(mixed.cell(spec, self.drawn, math.inf, "fcfs"))
         run = self._run(whole, "capacity for mixed traffic")
         mu = open_loop.capacity(spec, run).mu
-        for policy in mixed.ROWS:
+        rows = mixed.policies(spec)
+        for policy in rows:
             run = self._run(mixed.cell(spec, self.drawn, spec.mixed_utilization * mu, policy), f"mixed, {policy}")
             found, details = mixed.row(spec, spec.mixed_utilization * mu, mu, policy, run)
             said = [
                 *notices.of_load(details),
                 *notices.of_requests(spec, len(found["ttft"].samples) if "ttft" in found else 0),
-                *(notices.of_mixed(spec, details, self._points) if policy == mixed.ROWS[-1] else ()),
+                *(notices.of_mixed(spec, details, self._points) if policy == "guarded" else ()),
             ]
-            yield self._outcome("mixed", (found, details), said, ends=policy == mixed.ROWS[-1])
+            yield self._outcome("mixed", (found, details), said, ends=policy == rows[-1])
 
     def _one_by_one(self) -> Run:
         """Some of the requests, each alone: on one time axis, as if each had come when the one before had gone."""
@@ -251,7 +196,7 @@ class _Bench:
                 1 + ("batch" not in parts) if {"load", "sla"} & set(parts) else 0,
                 len(spec.rate or spec.utilization) if "load" in parts else 0,
                 sla.steps_at_most() if "sla" in parts else 0,
-                1 + len(mixed.ROWS) if "mixed" in parts else 0,
+                1 + len(mixed.policies(spec)) if "mixed" in parts else 0,
             )
         )
 

@@ -1,4 +1,4 @@
-"""Replicas behind a router in virtual time: `--simulate --replicas 16`; also one that has a prefix cache.
+"""Replicas behind a router in virtual time: `--simulate`, with `--replicas 16` or one alone.
 
 Each replica is the engine's scheduler on the same step times (engine/replica.py); no token is computed, and within one
 answer tokens are taken to come evenly. Not simulated: what the network and the router themselves take.

@@ -70,6 +70,7 @@ _RULES = {
     "utilization": _Rule(lambda spec: _runs(spec, "load") and spec.rate is None, "the part load without `--rate`"),
     "mixed_utilization": _Rule(lambda spec: _runs(spec, "mixed"), "the part mixed"),
     "policy": _Rule(lambda spec: _runs(spec, "load", "sla"), "one of the parts load and sla (mixed runs several)"),
+    "fallback": _Rule(lambda spec: _runs(spec, "mixed"), "the part mixed"),
     "ageing": _Rule(lambda spec: _runs(spec, "mixed"), "the part mixed"),
     "requests": _OF_LOADS,
     "trace": _OF_LOADS,

@@ -67,6 +67,8 @@ def lengths(spec: BatchingSpec) -> Lengths:
         )
     )
     gaps = np.diff(arrival_times(1.0, count, burstiness=spec.burstiness, seed=spec.seed), prepend=0.0)
+    if not gaps.sum() > 0:
+        raise UsageError(f"`--burstiness` {spec.burstiness:g}: all requests arrive at one time", "give a larger one")
     return Lengths(prompt.tolist(), new.tolist(), gaps.tolist())
 
 
@@ -119,12 +121,12 @@ def at_rate(drawn: Lengths, rate_per_s: float, *, ttft_slo_s: float | None = Non
     ]
 
 
-def mixed(requests: list[Asked], *, ttft_slo_s: float) -> list[Asked]:
+def mixed(requests: list[Asked], *, ttft_slo_s: float, seed: int) -> list[Asked]:
     """The same arrivals, one of two neighbours a batch request of BATCH_LENGTH times the answer, without a deadline.
 
     Which of them is drawn, the same for every rate: in turn, a router that takes replicas in turn would sort them.
     """
-    second = np.random.default_rng(len(requests)).integers(0, 2, len(requests) // 2 + 1)
+    second = np.random.default_rng([seed, 2]).integers(0, 2, len(requests) // 2 + 1)
     return [
         msgspec.structs.replace(asked, new_tokens=BATCH_LENGTH * asked.new_tokens, priority="batch", ttft_slo_s=None)
         if i % 2 == second[i // 2]

@@ -1,4 +1,4 @@
-"""Part (d): interactive and batch traffic at one offered load, served by four policies of growing care.
+"""Part (d): interactive and batch traffic at one offered load, served by policies of growing care.
 
 One of every two requests is a batch request: an answer BATCH_LENGTH times as long and no deadline. All policies get the
 same requests at the same times, at a share of the capacity for this very mix:
@@ -8,10 +8,13 @@ same requests at the same times, at a share of the capacity for this very mix:
                         overtaken only by what arrives within that time
 - preemption            and an interactive request that finds no place takes that of a batch request
 - guarded               and one whose first token is predicted to be late is rejected, like a server's 429
+- fallback              and one that would be rejected is answered by a smaller model (`--fallback`), which takes turns
+                        with the other on the same device: degraded service in place of none. Both cut text into
+                        the same tokens, which is checked where both are loaded and taken so in a simulation
 
 The bound on starvation: no batch request waits for a request that comes more than `ageing` after it. So it waits at
-most for the service times (theory.py) of what is not finished when it comes, or comes within `ageing`, and goes before
-it. Of a fleet that is so for each replica.
+most for the shares of the server (theory.py) of what is not finished when it comes, or comes within `ageing`, and goes
+before it. Of a fleet that is so for each replica. With a fallback there is no such bound: its steps are in between.
 """
 
 from __future__ import annotations
@@ -25,17 +28,21 @@ from quantlab.bench.batching.open_loop import latencies, shares
 from quantlab.bench.batching.serve import Cell, Run, cell_of
 from quantlab.bench.batching.sla import details, judge
 from quantlab.bench.batching.spec import BatchingSpec
-from quantlab.bench.batching.theory import service_times
+from quantlab.bench.batching.theory import shares_s
 from quantlab.bench.batching.window import Window
 from quantlab.core.result import Measurement
 from quantlab.engine import RequestRecord
 
-ROWS = ("fcfs", "priority", "preemption", "guarded")
+
+def policies(spec: BatchingSpec) -> tuple[str, ...]:
+    """The policies of the rows, in their order."""
+    return ("fcfs", "priority", "preemption", "guarded", *(("fallback",) if spec.fallback else ()))
 
 
 def cell(spec: BatchingSpec, drawn: Lengths, rate: float, policy: str) -> Cell:
     """Mixed requests at `rate`, served by a policy."""
-    return cell_of(spec, drawn, mixed(at_rate(drawn, rate), ttft_slo_s=spec.ttft_slo_s), policy)
+    requests = mixed(at_rate(drawn, rate), ttft_slo_s=spec.ttft_slo_s, seed=spec.seed)
+    return cell_of(spec, drawn, requests, policy)
 
 
 def row(
@@ -53,6 +60,9 @@ def row(
     ageing_s = 0.0 if policy == "fcfs" else spec.ageing_s
     bounded = [pair for records in run.of_replicas() for pair in waits_and_bounds(records, ageing_s)]
     longest, bound = max(bounded, default=(None, None))
+    small = spec.fallback if policy == "fallback" else None
+    if small:
+        found["degraded"] = Measurement("requests", "lower", [float(r.degraded) for r in window.records])
     told = {
         "policy": policy,
         "rate": rate,
@@ -63,15 +73,26 @@ def row(
         "batch_throughput": batch.token_rate(),
         "longest_batch_wait_s": longest,
         # Of the one that waited longest.
-        "batch_wait_bound_s": bound,
+        "batch_wait_bound_s": None if small else bound,
+        **({"answered_by": answered_by(spec.model.label, small.label, run)} if small else {}),
         "ageing_s": ageing_s,
     }
     return found, told
 
 
+def answered_by(model: str, fallback: str, run: Run) -> list[dict[str, Any]]:
+    """Of each model the interactive requests that it was given, and how fast it answered those that finished."""
+    found = []
+    for label, degraded in ((model, False), (fallback, True)):
+        window = Window(run, "interactive", degraded)
+        finished = sum(record.status == "finished" for record in window.records)
+        found.append({"model": label, "requests": len(window.records), "finished": finished, **latencies(window)})
+    return found
+
+
 def waits_and_bounds(records: list[RequestRecord], ageing_s: float) -> list[tuple[float, float]]:
     """Of each batch request that one server served its wait, and the bound on it (see above)."""
-    services = np.array([found or 0.0 for found in service_times(records)])
+    services = np.array([found or 0.0 for found in shares_s(records)])
     arrivals = np.array([record.arrival_s for record in records])
     finished = np.array([record.finished_s or 0.0 for record in records])
     is_batch = np.array([record.priority == "batch" for record in records])

@@ -9,16 +9,16 @@ from typing import Any
 from quantlab.bench.batching.batch_sizes import BatchPoint
 from quantlab.bench.batching.load import Lengths
 from quantlab.bench.batching.serve import Calibrated
-from quantlab.bench.batching.sla import ALONE, Answer, Judged
+from quantlab.bench.batching.sla import ALONE, Answer, Judged, judged_together
 from quantlab.bench.batching.spec import BatchingSpec
 from quantlab.bench.batching.window import SLO_PERCENTILE, left_out
 from quantlab.bench.notices import FEW_REPEATS, LARGE_SPREAD
 from quantlab.core import units
 from quantlab.core.result import Notice
 from quantlab.core.statistics import CONFIDENCE, geometric_mean_interval, relative_spread
+from quantlab.runtime.mixture import MixtureRoofline
+from quantlab.runtime.step_model import StepTime
 
-# So many requests without a late one decide with 95% confidence that a percentile is within its limit: 299.
-_DECIDING = math.ceil(math.log(1 - CONFIDENCE) / math.log(SLO_PERCENTILE / 100))
 _POOR_FIT = 0.15
 
 
@@ -42,17 +42,30 @@ def of_batches(spec: BatchingSpec, points: list[BatchPoint]) -> Iterator[Notice]
         )
 
 
+def deciding(together: int) -> int:
+    """So many requests without a late one decide that a percentile is within its limit: 299 for one rate alone.
+
+    `together`: the rates that the 95% confidence is to hold for (sla.py).
+    """
+    return math.ceil(math.log((1 - CONFIDENCE) / together) / math.log(SLO_PERCENTILE / 100))
+
+
 def enough_requests(spec: BatchingSpec) -> int:
-    """The fewest `--requests` of which _DECIDING are measured; of mixed traffic half are interactive."""
-    n = _DECIDING
-    while n - 2 * left_out(n) < _DECIDING:
+    """The fewest `--requests` of which enough are measured to decide; of mixed traffic half are interactive."""
+    rates = judged_together(spec)
+    return max(_of_which(deciding(rates)) if rates else 0, 2 * _of_which(deciding(1)) * ("mixed" in spec.chosen()))
+
+
+def _of_which(measured: int) -> int:
+    n = measured
+    while n - 2 * left_out(n) < measured:
         n += 1
-    return 2 * n if "mixed" in spec.chosen() else n
+    return n
 
 
-def of_requests(spec: BatchingSpec, measured: int) -> Iterator[Notice]:
+def of_requests(spec: BatchingSpec, measured: int, together: int = 1) -> Iterator[Notice]:
     """Too few requests for the percentile that the limits are judged by."""
-    if 0 < measured < _DECIDING:
+    if 0 < measured < deciding(together):
         beyond = (SLO_PERCENTILE / 100) ** measured
         more = f"use `--requests {enough_requests(spec)}` or more"
         yield Notice(
@@ -101,13 +114,13 @@ def of_calibration(found: Calibrated, label: str) -> Notice:
     )
 
 
-def of_roofline(spec: BatchingSpec) -> Notice:
+def of_roofline(spec: BatchingSpec, steps: StepTime) -> Notice:
     """That nothing was measured at all."""
+    routed = ", and tokens choose experts uniformly" if isinstance(steps, MixtureRoofline) else ""
     return Notice(
         "simulated",
         f"simulated in virtual time from a roofline of {spec.bandwidth_bytes_per_s:.3g} bytes/s and "
-        f"{spec.flops_per_s:.3g} FLOP/s: no kernel "
-        "reaches it, and a preempted KV moves in no time",
+        f"{spec.flops_per_s:.3g} FLOP/s: no kernel reaches it, a preempted KV moves in no time{routed}",
         "leave `--bandwidth` and `--flops` out for a step model fitted on this machine",
     )
 

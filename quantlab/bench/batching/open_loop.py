@@ -153,6 +153,7 @@ def _facts(spec: BatchingSpec, drawn: Lengths, server: Server, rho: float, windo
         gaps_squared_variation=squared_variation_of_gaps(drawn),
         poisson=spec.trace is None and spec.burstiness == 1.0,
         duration_s=window.end_s,
+        unserved=window.unserved,
     )
 
 
@@ -162,7 +163,9 @@ def _against_theory(facts: Facts, measured: Interval) -> dict[str, Any]:
     details: dict[str, Any] = {
         "queue_delay_interval_s": list(measured),
         "in_service": facts.in_service,
+        # Of those that finished; the others are counted beside.
         "mean_service_s": facts.mean_service_s,
+        "share_without_service": facts.unserved,
         "service_squared_variation": server.squared_variation,
         "relaxation_s": relaxation_s(rho, server.mu, server.squared_variation) if rho < 1 else None,
     }

@@ -32,9 +32,10 @@ _POLICIES: dict[str, Callable[[Costs, float], tuple[Order, Admission]]] = {
     "priority": lambda costs, ageing_s: (PriorityOrder(ageing_s, preemptive=False), AcceptAll()),
     "preemption": lambda costs, ageing_s: (PriorityOrder(ageing_s), AcceptAll()),
     "guarded": lambda costs, ageing_s: (PriorityOrder(ageing_s), PredictedDelay(costs)),
+    "fallback": lambda costs, ageing_s: (PriorityOrder(ageing_s), PredictedDelay(costs, degrade=True)),
 }
 
 
 def policy(name: str, costs: Costs, ageing_s: float) -> Policy:
-    """A new policy of a name of spec.POLICIES or of mixed.ROWS: what it learns is of one run."""
+    """A new policy of a name of spec.POLICIES or of mixed.policies: what it learns is of one run."""
     return Policy(*_POLICIES[name](costs, ageing_s), Cheaper(costs))

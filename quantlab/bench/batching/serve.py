@@ -7,6 +7,7 @@ the first request on.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +21,8 @@ from quantlab.bench.batching.policy import policy
 from quantlab.bench.batching.spec import BatchingSpec
 from quantlab.core.corpus import load_text
 from quantlab.core.errors import QuantlabError, UsageError
-from quantlab.engine import Costs, Engine, MeasuredCosts, Request, RequestRecord, limits_of
+from quantlab.core.model import ModelFile
+from quantlab.engine import Costs, Engine, Limits, MeasuredCosts, Request, RequestRecord, limits_of
 from quantlab.runtime.backend import Backend, Capacity, Loaded, Tokens
 from quantlab.runtime.clock import Clock, WallClock
 from quantlab.runtime.step_model import MeasuredStep, StepModel, fit
@@ -49,6 +51,15 @@ class Cell(msgspec.Struct, frozen=True):
     block_tokens: float = 0.0
     # Whether the records keep the ids of what was generated.
     keep_tokens: bool = False
+
+    def limits(self, backend: Backend) -> Limits:
+        """Of an engine on this backend."""
+        return limits_of(
+            backend,
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            kv_budget_tokens=self.kv_budget_tokens,
+        )
 
 
 def cell_of(spec: BatchingSpec, drawn: Lengths, requests: list[Asked], policy: str) -> Cell:
@@ -118,17 +129,13 @@ def serve(
     costs: Costs,
     prompt: Callable[[int, int], Tokens],
     learning: MeasuredCosts | None = None,
+    fallback: Backend | None = None,
 ) -> tuple[Run, list[MeasuredStep]]:
     """Serve a cell; policies predict by `costs`, and what runs is taught to `learning`.
 
-    `prompt` makes the prompt of a request from its number and its length. Returns the steps too, for a fit.
+    `prompt` makes the prompt of a request from its number and its length. `fallback` holds the smaller model of the
+    policy of that name, and takes turns with `backend`. Returns the steps too, for a fit.
     """
-    limits = limits_of(
-        backend,
-        max_num_seqs=cell.max_num_seqs,
-        max_num_batched_tokens=cell.max_num_batched_tokens,
-        kv_budget_tokens=cell.kv_budget_tokens,
-    )
     requests = [
         Request(
             i,
@@ -140,35 +147,66 @@ def serve(
         )
         for i, asked in enumerate(cell.requests)
     ]
-    backend.reset()
+    opened = [backend] if fallback is None else [backend, fallback]
+    for one in opened:
+        one.reset()
     chosen = policy(cell.policy, costs, cell.ageing_s)
     engine = Engine(
         backend,
-        limits,
+        cell.limits(backend),
         clock=clock,
         order=chosen.order,
         admission=chosen.admission,
         preemption=chosen.preemption,
         costs=learning,
     )
+    small = None if fallback is None else Engine(fallback, cell.limits(fallback), clock=clock)
     before = time.process_time()
-    records = engine.run(requests)
+    records = engine.run(requests, small)
     for record in records if not cell.keep_tokens else ():
         record.tokens = []
     # Host time beside virtual steps is no share of anything.
-    overhead = sum(step.overhead_s for step in engine.steps) if isinstance(clock, WallClock) else 0.0
-    forward = sum(step.forward_s for step in engine.steps)
-    run = Run(records, time.process_time() - before, len(engine.steps), forward, overhead)
+    every = [*engine.steps, *(small.steps if small else ())]
+    overhead = sum(step.overhead_s for step in every) if isinstance(clock, WallClock) else 0.0
+    forward = sum(step.forward_s for step in every)
+    run = Run(records, time.process_time() - before, len(every), forward, overhead)
     return run, [step.measured for step in engine.steps]
 
 
 def work(job_json: object, channel: Channel) -> None:
     """Send the Loaded; then answer each Cell with its Run, and "calibrate" with Calibrated; end at None."""
-    from quantlab.runtime.loading import import_runtime, opened
+    from quantlab.runtime.loading import import_runtime
 
     job = msgspec.convert(job_json, Job)
-    spec, path = job.spec, Path(job.spec.model.path)
-    import_runtime(path)
+    spec = job.spec
+    import_runtime(Path(spec.model.path))
+    with contextlib.ExitStack() as stack:
+        backend = _opened(job, spec.model, stack)
+        fallback = None if spec.fallback is None else _opened(job, spec.fallback, stack)
+        if fallback is not None:
+            _check_same_tokens(backend, fallback, spec)
+        prompts, costs = _Prompts(backend, spec.seed), MeasuredCosts()
+        channel.send("loaded", msgspec.to_builtins(backend.describe()))
+        steps: list[MeasuredStep] = []
+        warm = False
+        while (message := channel.receive()) is not None:
+            if message == "calibrate":
+                channel.send("calibrated", msgspec.to_builtins(_calibrated(steps, backend, prompts)))
+                continue
+            cell = msgspec.convert(message, Cell)
+            small = fallback if cell.policy == "fallback" else None
+            run, ran = serve(cell, backend, WallClock(), costs=costs, prompt=prompts, learning=costs, fallback=small)
+            # The first load warms up: its steps fit no model.
+            steps += ran if warm else []
+            warm = True
+            channel.send("run", msgspec.to_builtins(run))
+
+
+def _opened(job: Job, model: ModelFile, stack: contextlib.ExitStack) -> Backend:
+    """One of the models, as the job wants it; refused where its context is too short."""
+    from quantlab.runtime.loading import opened
+
+    spec, path = job.spec, Path(model.path)
     capacity = Capacity(
         n_ctx=job.n_ctx,
         n_seq=job.n_seq,
@@ -179,28 +217,25 @@ def work(job_json: object, channel: Channel) -> None:
     )
     # A GGUF file's types are its own.
     dtype = spec.dtype if path.is_dir() else "auto"
-    with opened(path, capacity, device=spec.device, dtype=dtype, threads=spec.threads) as backend:
-        loaded = backend.describe()
-        if loaded.beyond_training(job.n_ctx):
-            raise UsageError(
-                f"requests of up to {job.n_ctx} tokens, the context of `{spec.model.label}` holds {loaded.n_ctx_train}",
-                "lower `--prompt-tokens`, `--new-tokens` or `--length-scale`",
-            )
-        prompts, costs = _Prompts(backend, spec.seed), MeasuredCosts()
-        channel.send("loaded", msgspec.to_builtins(loaded))
-        steps: list[MeasuredStep] = []
-        warm = False
-        while (message := channel.receive()) is not None:
-            if message == "calibrate":
-                channel.send("calibrated", msgspec.to_builtins(_calibrated(steps, backend, prompts)))
-                continue
-            run, ran = serve(
-                msgspec.convert(message, Cell), backend, WallClock(), costs=costs, prompt=prompts, learning=costs
-            )
-            # The first load warms up: its steps fit no model.
-            steps += ran if warm else []
-            warm = True
-            channel.send("run", msgspec.to_builtins(run))
+    backend = stack.enter_context(opened(path, capacity, device=spec.device, dtype=dtype, threads=spec.threads))
+    loaded = backend.describe()
+    if loaded.beyond_training(job.n_ctx):
+        raise UsageError(
+            f"requests of up to {job.n_ctx} tokens, the context of `{model.label}` holds {loaded.n_ctx_train}",
+            "lower `--prompt-tokens`, `--new-tokens` or `--length-scale`",
+        )
+    return backend
+
+
+def _check_same_tokens(backend: Backend, fallback: Backend, spec: BatchingSpec) -> None:
+    """Raise UsageError where a prompt of one model has other tokens in the other: their loads would differ."""
+    assert spec.fallback is not None
+    text = load_text(workloads.BUILTIN[0]).raw
+    if not np.array_equal(backend.encode(text), fallback.encode(text)):
+        raise UsageError(
+            f"`--fallback {spec.fallback.source}` cuts text into other tokens than `{spec.model.label}`",
+            "give a smaller model with the same tokenizer",
+        )
 
 
 class _Prompts:

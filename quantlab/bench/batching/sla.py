@@ -3,10 +3,16 @@
 The limits are TTFT at P99 and TPOT on average over the requests. At one rate is judged
 
 - what was seen: P99 of TTFT and mean of TPOT are `within` their limits, or not
-- what is decided with 95% confidence: the rate `meets` where at most one request in a hundred is late even at the upper
-  limit of that share, and TPOT is within at the upper limit of its mean; it `fails` where a lower limit is beyond; else
-  it is `undecided`. The limits of the share are the wider ones of the exact ones for independent requests and of a
-  bootstrap that keeps neighbours together. Fewer than 299 requests cannot decide that a rate meets a P99.
+- what is decided: the rate `meets` where at most one request in a hundred is late even at the upper limit of that
+  share, and TPOT is within at the upper limit of its mean; it `fails` where a lower limit is beyond; else it is
+  `undecided`. The limits of the share are the wider ones of the exact ones for independent requests and of a bootstrap
+  that keeps neighbours together.
+
+With 95% confidence no rate of one bench is decided wrongly, however many are tried: each of the m rates that the loads
+and the search may judge has 0.05 / m of the error (Bonferroni, for the most that the search may try). A rate either
+meets the limits or does not, so that only one of the two verdicts can be wrong: `meets` needs both limits and `fails`
+one of them, so the error of `fails` is halved between the two. To decide that a rate meets a P99, 299 requests are the
+fewest for one rate, 537 for a search, 568 for one after four loads.
 
 A request that is rejected or lost is late. Every rate has the same pattern of arrivals and the same lengths, so that
 rates differ in the load alone. The bisection follows what was seen; the answer is the highest rate seen within the
@@ -24,7 +30,7 @@ from typing import Any, Literal, NamedTuple
 
 from quantlab.bench.batching.spec import BatchingSpec
 from quantlab.bench.batching.window import SLO_PERCENTILE, Window, tpot_mean, ttft_p99
-from quantlab.core.statistics import Interval, bootstrap_interval, share_interval
+from quantlab.core.statistics import CONFIDENCE, Interval, bootstrap_interval, share_interval
 
 Verdict = Literal["meets", "fails", "undecided"]
 
@@ -64,37 +70,43 @@ class Answer(NamedTuple):
     lowest_failing: Judged | None
 
 
-def judge(spec: BatchingSpec, rate: float, window: Window, *, rejections: bool = True) -> Judged:
-    """Whether the measured requests of one rate meet the limits; without `rejections` those that were let in."""
+def judge(spec: BatchingSpec, rate: float, window: Window, *, rejections: bool = True, together: int = 1) -> Judged:
+    """Whether the measured requests of one rate meet the limits; without `rejections` those that were let in.
+
+    `together`: the rates that the confidence is to hold for.
+    """
+    confidence = 1 - (1 - CONFIDENCE) / together
     ttft, tpot = ttft_p99(window), tpot_mean(window)
     met = window.met(spec.ttft_slo_s, spec.tpot_slo_s)
     share = bootstrap_interval(met) if met else Interval(0.0, None, None)
     scaled = Interval(*(None if end is None else end * window.arrival_rate for end in share))  # type: ignore[arg-type]
-    records = window.records
-    unserved = sum(r.status != "finished" for r in records) / len(records) if records else 1.0
-    judged = [r for r in records if rejections or r.status != "rejected"]
-    late = _late([r.status != "finished" or (r.ttft_s or 0.0) > spec.ttft_slo_s for r in judged])
+    judged = [r for r in window.records if rejections or r.status != "rejected"]
+    late = _late([r.status != "finished" or (r.ttft_s or 0.0) > spec.ttft_slo_s for r in judged], confidence)
     lost = sum(r.status != "finished" for r in judged) > _ALLOWED * len(judged)
     seen = not lost and ttft is not None and ttft.estimate <= spec.ttft_slo_s
     verdicts = {_against(late, _ALLOWED)}
     # Answers of one token have no TPOT to judge.
     if tpot is not None:
-        verdicts.add(_against(tpot, spec.tpot_slo_s))
+        verdicts.add(_against(tpot_mean(window, confidence) or tpot, spec.tpot_slo_s))
         seen = seen and tpot.estimate <= spec.tpot_slo_s
     verdict: Verdict = "meets"
     if "fails" in verdicts or "undecided" in verdicts:
         verdict = "fails" if "fails" in verdicts else "undecided"
-    return Judged(rate, seen, verdict, ttft, tpot, late, scaled, unserved)
+    return Judged(rate, seen, verdict, ttft, tpot, late, scaled, window.unserved)
 
 
-def _late(late: Sequence[bool]) -> Interval:
-    """The share of late requests, which come in the order of time; everyone where there is none."""
+def _late(late: Sequence[bool], confidence: float = CONFIDENCE) -> Interval:
+    """The share of late requests, which come in the order of time; everyone where there is none.
+
+    The upper limit errs with 1 - `confidence`, the lower one with half of it.
+    """
     if not late:
         return Interval(1.0, 1.0, 1.0)
-    exact = share_interval(sum(late), len(late))
+    low = share_interval(sum(late), len(late), (1 + confidence) / 2).low
+    exact = share_interval(sum(late), len(late), confidence)._replace(low=low)
     if all(late) or not any(late):
         return exact
-    drawn = bootstrap_interval([float(one) for one in late])
+    drawn = bootstrap_interval([float(one) for one in late], confidence=confidence)
     if drawn.low is None or drawn.high is None or exact.low is None or exact.high is None:
         return exact
     return Interval(exact.estimate, min(exact.low, drawn.low), max(exact.high, drawn.high))
@@ -179,6 +191,13 @@ def steps_at_most() -> int:
     while width > _RESOLUTION:
         n, width = n + 1, width / 2
     return n + 2 * _TIGHTENINGS
+
+
+def judged_together(spec: BatchingSpec) -> int:
+    """Rates of one bench that are judged at most: those of the loads, and those of the search."""
+    parts = spec.chosen()
+    loads = len(spec.rate or spec.utilization) if "load" in parts else 0
+    return loads + (steps_at_most() if "sla" in parts else 0)
 
 
 def details(judged: Judged) -> dict[str, Any]:

@@ -42,6 +42,9 @@ class BatchingSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     of `bandwidth_bytes_per_s` and `flops_per_s`. Its loads may be those of a fleet: of `replicas`, each with these
     limits, behind `router`. With a trace that tells shared prefixes each replica may have a prefix cache, of
     `prefix_cache_tokens` beside its KV budget.
+
+    `fallback` is a smaller model, loaded beside the other: the part mixed then has a policy more, that answers with it
+    what `guarded` rejects. Both take turns on one device, each with these limits.
     """
 
     model: ModelFile
@@ -78,6 +81,7 @@ class BatchingSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     dtype: str = "auto"
     threads: int | None = None
     seed: int = 0
+    fallback: ModelFile | None = None
 
     def __post_init__(self) -> None:
         """Refuse what cannot be measured."""
@@ -95,6 +99,8 @@ class BatchingSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if not 0 <= self.random_range_ratio < 1:
             raise UsageError(f"`--random-range-ratio` {self.random_range_ratio}", "give a share from 0 to below 1")
         self._check_roofline()
+        if self.fallback is not None:
+            self._check_fallback(self.fallback)
         if self.endpoint:
             self._check_endpoint()
         elif self.served_model is not None:
@@ -166,6 +172,17 @@ class BatchingSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise UsageError("`--router prefix-aware` without a prefix cache", "give `--prefix-cache-tokens`")
         if self.length_scale is not None and self.trace is None:
             raise UsageError("`--length-scale` is of a trace", "give `--trace FILE`, or leave it out")
+
+    def _check_fallback(self, fallback: ModelFile) -> None:
+        if fallback.path.startswith(("http://", "https://")):
+            raise UsageError(f"`--fallback {fallback.path}` is an endpoint", "give a model's files")
+        if fallback.sha256 and fallback.sha256 == self.model.sha256:
+            raise UsageError(f"`--fallback {fallback.source}` is the model itself", "give a smaller one")
+        if self.replicas > 1 or self.prefix_cache_tokens is not None:
+            raise UsageError(
+                "`--fallback` shares the device of one engine, without a prefix cache",
+                "leave `--replicas` and `--prefix-cache-tokens` out",
+            )
 
     def _check_endpoint(self) -> None:
         if self.simulate:

@@ -6,7 +6,8 @@ its last token (`finished`); at a time t there are n(t) requests between the two
 - queueing delay W_q: admitted - arrival. What a request waits for the others' tokens once it is in the batch is no
   queueing delay: it is in TTFT and TPOT.
 - service time S_i: its share of the server, the integral of dt / n(t) from admitted to finished. The shares of all
-  requests add up to the time in which the server was busy, whatever it batched.
+  requests add up to the time in which the server was busy, whatever it batched. A request that failed on the way has a
+  share and no service time; one that was rejected has neither. Both are counted beside.
 - mu, the capacity: requests finished per second while more wait than fit. Then the mean share is 1 / mu.
 - rho, the load: arrivals per second / mu. At 1 and above the queue grows as long as the arrivals last.
 - utilization: the share of time with a request in the system. A batching server is busy at low loads already, with
@@ -61,6 +62,19 @@ def begins(record: RequestRecord) -> float | None:
 
 def service_times(records: Sequence[RequestRecord]) -> list[float | None]:
     """S_i of each request, None for one that was not served to its end."""
+    pairs = zip(records, shares_s(records), strict=True)
+    return [share if record.status == "finished" else None for record, share in pairs]
+
+
+def in_service(records: Sequence[RequestRecord]) -> float:
+    """The mean of n(t) over the time in which any request is served, whatever becomes of it; NaN where none was."""
+    spans = [(begin, r.finished_s) for r in records if (begin := begins(r)) is not None and r.finished_s is not None]
+    busy = sum(share for share in shares_s(records) if share is not None)
+    return sum(end - begin for begin, end in spans) / busy if busy else math.nan
+
+
+def shares_s(records: Sequence[RequestRecord]) -> list[float | None]:
+    """What each request took of the server, also where it failed on the way; None for one that never began."""
     spans = [(i, begin, r.finished_s) for i, r in enumerate(records) if (begin := begins(r)) is not None]
     times = sorted({at for _, *span in spans for at in span if at is not None})
     if not times:
@@ -75,7 +89,7 @@ def service_times(records: Sequence[RequestRecord]) -> list[float | None]:
     so_far = dict(zip(times, np.concatenate([[0.0], np.cumsum(shares)]).tolist(), strict=True))
     found: list[float | None] = [None] * len(records)
     for i, begin, end in spans:
-        if end is not None and records[i].status == "finished":
+        if end is not None:
             found[i] = so_far[end] - so_far[begin]
     return found
 
@@ -155,6 +169,8 @@ class Facts(NamedTuple):
     gaps_squared_variation: float
     poisson: bool
     duration_s: float
+    # Of the measured requests: those that were rejected or failed, whose service is in no mean.
+    unserved: float = 0.0
 
 
 def broken_assumptions(facts: Facts, *, exponential: bool) -> Iterator[str]:
@@ -163,6 +179,8 @@ def broken_assumptions(facts: Facts, *, exponential: bool) -> Iterator[str]:
         yield f"load below 1: rho is {facts.rho:.2f}, so the delay grows with the length of the run"
     if facts.in_service > _BATCHED:
         yield f"one request at a time: {facts.in_service:.1f} are served together"
+    if facts.unserved:
+        yield f"every request is served: {facts.unserved:.1%} are rejected or fail"
     variation = facts.server.squared_variation
     if exponential and abs(variation - 1) > _VARIATION_OFF:
         yield f"exponential service: its squared variation is {variation:.2f}, not 1"

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from quantlab.bench.batching.serve import Run
-from quantlab.bench.batching.theory import begins, busy_s, service_times
+from quantlab.bench.batching.theory import busy_s, in_service, service_times
 from quantlab.core.result import Measurement
-from quantlab.core.statistics import Interval, bootstrap_interval
+from quantlab.core.statistics import CONFIDENCE, Interval, bootstrap_interval
 from quantlab.engine import Priority, RequestRecord
 
 WARMUP_SHARE = 0.1
@@ -30,10 +30,12 @@ def left_out(n: int) -> int:
 
 @dataclass(frozen=True)
 class Window:
-    """The measured part of one run; `priority` narrows the requests to one class, not the time."""
+    """The measured part of one run; `priority` and `degraded` narrow the requests to some of them, not the time."""
 
     run: Run
     priority: Priority | None = None
+    # Those that the smaller model answered, or the others.
+    degraded: bool | None = None
 
     @cached_property
     def _of_time(self) -> list[int]:
@@ -44,7 +46,10 @@ class Window:
     @cached_property
     def _measured(self) -> list[int]:
         records = self.run.records
-        return [i for i in self._of_time if self.priority in (None, records[i].priority)]
+        return [i for i in self._of_time if self._counts(records[i])]
+
+    def _counts(self, record: RequestRecord) -> bool:
+        return self.priority in (None, record.priority) and self.degraded in (None, record.degraded)
 
     @property
     def records(self) -> list[RequestRecord]:
@@ -88,10 +93,12 @@ class Window:
     @property
     def in_service(self) -> float:
         """Requests that are served together, on average over the time in which any is."""
-        times = sum(r.finished_s - begin for r in self.run.records
-                    if r.finished_s is not None and (begin := begins(r)) is not None)  # fmt: skip
-        busy = sum(found for found in service_times(self.run.records) if found is not None)
-        return times / busy if busy else math.nan
+        return in_service(self.run.records)
+
+    @property
+    def unserved(self) -> float:
+        """The share of the measured requests that did not finish."""
+        return sum(r.status != "finished" for r in self.records) / len(self.records) if self.records else 1.0
 
     def met(self, ttft_slo_s: float, tpot_slo_s: float) -> list[float]:
         """1 for each measured request that finished with its own TTFT and TPOT within the limits, else 0."""
@@ -108,7 +115,7 @@ class Window:
     def token_rate(self) -> float:
         """New tokens per second within the measured time, of every request of the class."""
         tokens = sum(self.begin_s <= at <= self.end_s for r in self.run.records for at in r.times_s
-                     if self.priority in (None, r.priority))  # fmt: skip
+                     if self._counts(r))  # fmt: skip
         return tokens / (self.end_s - self.begin_s) if self.end_s > self.begin_s else math.nan
 
     def measurements(self, ttft_slo_s: float, tpot_slo_s: float) -> dict[str, Measurement]:
@@ -134,7 +141,7 @@ def ttft_p99(window: Window) -> Interval | None:
     return bootstrap_interval(samples, SLO_PERCENTILE) if samples else None
 
 
-def tpot_mean(window: Window) -> Interval | None:
+def tpot_mean(window: Window, confidence: float = CONFIDENCE) -> Interval | None:
     """The mean TPOT of the requests with its bootstrap interval."""
     samples = window.samples(lambda r: r.tpot_s)
-    return bootstrap_interval(samples) if samples else None
+    return bootstrap_interval(samples, confidence=confidence) if samples else None

@@ -9,6 +9,8 @@ import contextlib
 import uuid
 from collections.abc import Iterator
 
+import msgspec
+
 from quantlab.bench.prefix_cache import server
 from quantlab.bench.prefix_cache.lint.run import LintSpec
 from quantlab.bench.prefix_cache.lint.run import run as lint
@@ -39,10 +41,11 @@ def run(spec: PrefixCacheSpec | LintSpec, progress: Progress = silent) -> Iterat
         told, waiting = _Told(spec, info, target), None
         for row in target.rows():
             if waiting is not None:
-                yield told.outcome(waiting)
-            waiting = row
+                yield waiting
+            # At once, while the target tells of this row and not of the next.
+            waiting = told.outcome(row)
         if waiting is not None:
-            yield told.outcome(waiting, ends=True)
+            yield msgspec.structs.replace(waiting, details={**waiting.details, "complete": True})
 
 
 class _Told:
@@ -52,8 +55,8 @@ class _Told:
         self._spec, self._info, self._target = spec, info, target
         self._session, self._rows = uuid.uuid4().hex[:16], 0
 
-    def outcome(self, row: Row, *, ends: bool = False) -> Outcome:
-        """One row; the last one `ends` the bench."""
+    def outcome(self, row: Row) -> Outcome:
+        """One row, as if others followed."""
         self._rows += 1
         return Outcome(
             label=self._spec.model.label,
@@ -61,5 +64,5 @@ class _Told:
             runtime=self._target.runtime,
             measurements=row.measurements,
             warnings=[*row.warnings, *of_row(self._spec, row), *self._target.notices()],
-            details={"part": row.part, "session": self._session, "row": self._rows, "complete": ends, **row.details},
+            details={"part": row.part, "session": self._session, "row": self._rows, "complete": False, **row.details},
         )

@@ -94,7 +94,7 @@ class Bed:
         self.warm(stream)
         # The others hold what is cached.
         most = self.backend.describe().capacity.n_seq // 2
-        slots = [self.cache.begin(prompt)[0] for prompt in stream.prompts[stream.prime :][:most]]
+        slots = [self.cache.begin(self.cache.prompt(prompt))[0] for prompt in stream.prompts[stream.prime :][:most]]
         saved = self.cache.held()["shared_tokens"]
         for slot in slots:
             self.cache.end(slot)
@@ -104,9 +104,9 @@ class Bed:
         """Compare the logits behind a prompt whose first `cached_tokens`, whole blocks, are in the cache."""
         self.forget()
         for part in (prompt[:cached_tokens], prompt) if cached_tokens else (prompt,):
-            slot, held = self.cache.begin(part)
+            slot, held = self.cache.begin(self.cache.prompt(part))
             cached = self._logits(slot, part, held)
-            self.cache.end(slot, part)
+            self.cache.end(slot, len(part))
         self.backend.reset()
         if cached_tokens:
             self._logits(0, prompt[:cached_tokens], 0)

@@ -8,7 +8,10 @@ from typing import Any
 from quantlab.bench.batching.serve import Calibrated
 from quantlab.bench.notices import FEW_REPEATS
 from quantlab.bench.prefix_cache.rows import Row
+from quantlab.bench.prefix_cache.scenarios import lengths
+from quantlab.bench.prefix_cache.serve import longest_request
 from quantlab.bench.prefix_cache.spec import PrefixCacheSpec
+from quantlab.bench.traces import MOONCAKE_BLOCK_TOKENS
 from quantlab.core import units
 from quantlab.core.result import Notice
 from quantlab.runtime.server_kind import ServerInfo
@@ -48,6 +51,7 @@ def of_row(spec: PrefixCacheSpec, row: Row) -> Iterator[Notice]:
     """Conditions of one row."""
     yield from few_repeats(spec)
     if row.part == "scenario":
+        yield from _of_trace(spec)
         yield from _of_answers(row)
         yield from _of_theory(spec, row)
 
@@ -94,6 +98,22 @@ def of_server(info: ServerInfo, details: dict[str, Any], rates: list[float]) -> 
             f"{units.percent(details['expected_hit_rate'], digits=2)} were sent before",
             "start it with its prefix cache",
         )
+
+
+def _of_trace(spec: PrefixCacheSpec) -> Iterator[Notice]:
+    """How the prompts differ from the recorded ones."""
+    if spec.trace is None:
+        return
+    if (shorter := MOONCAKE_BLOCK_TOKENS / spec.block_tokens) != 1:
+        yield Notice(
+            "scaled-trace",
+            f"{MOONCAKE_BLOCK_TOKENS} recorded tokens are one block of {spec.block_tokens}: the same share is found, "
+            f"of prompts that are {units.significant(shorter, 3)} times as short, and TTFT is theirs",
+        )
+    longest = longest_request(spec) - spec.new_tokens
+    recorded = lengths(spec)
+    if cut := sum(length > longest for length in recorded):
+        yield Notice("cut-prompts", f"{cut} of {len(recorded)} recorded prompts were cut to {longest} tokens")
 
 
 def _of_answers(row: Row) -> Iterator[Notice]:

@@ -67,11 +67,8 @@ def stream_row(
     served = [*passes.primed, *passes.warm[0]]
     left = [np.append(p, s.tokens[:-1]).astype(np.int32) for p, s in zip(stream.prompts, served, strict=True)]
     details = {
-        "scenario": stream.name,
-        "requests": size,
-        "prompt_tokens_mean": sum(map(len, measured)) / size,
+        **stream_details(stream, left, passes, decode, block_tokens=block_tokens),
         "cached_tokens": found[0],
-        **in_theory(stream, left, passes, block_tokens=block_tokens),
         "same_answers": sum(
             a.tokens == b.tokens
             for c, w in zip(passes.cold, passes.warm, strict=True)
@@ -80,13 +77,18 @@ def stream_row(
         "answers": size * len(passes.cold),
         "agreement": msgspec.to_builtins(agreement),
         "sharing": msgspec.to_builtins(sharing),
-        "misses": told(stream.prompts, decode, block_tokens),
     }
     return Row("scenario", measurements, details)
 
 
-def in_theory(stream: Stream, left: list[Tokens], passes: Passes, *, block_tokens: int) -> dict[str, Any]:
-    """Hit rate without a limit, over budgets, and the TTFT that hits should save beside what they save."""
+def stream_details(
+    stream: Stream, left: list[Tokens], passes: Passes, decode: Decode, *, block_tokens: int
+) -> dict[str, Any]:
+    """What can be told of a stream on any target.
+
+    Hit rate without a limit, over budgets, the TTFT that hits should save beside what they save, and the misses.
+    `left` is what each request leaves in a cache.
+    """
     measured = stream.prompts[stream.prime :]
     size = len(measured)
     expected = reusable_tokens(stream.prompts, left, block_tokens)[stream.prime :]
@@ -99,16 +101,20 @@ def in_theory(stream: Stream, left: list[Tokens], passes: Passes, *, block_token
         ratio_cold.append(sum(cold_s) / size)
         ratio_warm.append(sum(warm_s) / size)
     return {
+        "scenario": stream.name,
+        "requests": size,
+        "prompt_tokens_mean": sum(map(len, measured)) / size,
         "expected_hit_rate": hit_rate(expected, measured),
         "expected_cached_tokens": expected,
         "budget_curve": budget_curve(stream.prompts, left, block_tokens, prime=stream.prime),
         "ttft_ratio_interval": list(paired_ratio(ratio_warm, ratio_cold)),
         "ttft_saved_interval_s": list(mean_interval(saved)),
         "ttft_saved_predicted_s": sum(predicted) / len(predicted),
+        "misses": _told(stream.prompts, decode, block_tokens),
     }
 
 
-def told(prompts: list[Tokens], decode: Decode, block_tokens: int) -> list[dict[str, Any]]:
+def _told(prompts: list[Tokens], decode: Decode, block_tokens: int) -> list[dict[str, Any]]:
     """The differences that cost most, each kind of place once, with their text."""
     lists = [prompt.tolist() for prompt in prompts]
     total = sum(map(len, lists))

@@ -131,4 +131,4 @@ def recorded(spec: PrefixCacheSpec, n_vocab: int, n_ctx: int) -> Stream:
 
 
 def _block(spec: PrefixCacheSpec, n_vocab: int, hash_id: int) -> Tokens:
-    return np.random.default_rng([spec.seed, hash_id]).integers(0, n_vocab, spec.block_tokens, dtype=np.int32)
+    return np.random.default_rng([spec.seed, hash_id % 2**64]).integers(0, n_vocab, spec.block_tokens, dtype=np.int32)

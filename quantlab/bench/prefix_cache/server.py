@@ -18,7 +18,7 @@ import numpy as np
 from quantlab.bench import metrics
 from quantlab.bench.prefix_cache.measure import Served
 from quantlab.bench.prefix_cache.notices import few_repeats, of_server
-from quantlab.bench.prefix_cache.rows import Passes, in_theory, told
+from quantlab.bench.prefix_cache.rows import Passes, stream_details
 from quantlab.bench.prefix_cache.scenarios import Stream, Texts, lengths, stream
 from quantlab.bench.prefix_cache.spec import PrefixCacheSpec
 from quantlab.core.errors import QuantlabError, UsageError
@@ -32,6 +32,13 @@ from quantlab.runtime.server_stream import ServerGeneration
 _CHARACTERS_PER_TOKEN = 4
 # What the first tokens of a cell add to a prompt at most.
 _SALT_TOKENS = 24
+
+
+_NOT_MEASURED = {
+    "kv_bytes_saved": "no API of a server tells how many bytes of KV a token has",
+    "tiers": "a server moves its KV itself",
+    "same_answers": "the first tokens of each cell differ, and change the answers",
+}
 
 
 class Found(NamedTuple):
@@ -183,29 +190,35 @@ class _Bed:
         if rates and len(rates) == len(founds):
             measurements["hit_rate"] = Measurement("share", "higher", rates)
             measurements["prefill_tokens_saved"] = Measurement("tokens", "higher", saved)
-        theory = in_theory(measured, left, passes, block_tokens=block)
+        told = stream_details(measured, left, passes, self._client.decode, block_tokens=block)
         # In characters, or of counts that the requests do not have each.
         if by != "usage" or units > 1:
-            theory["ttft_saved_predicted_s"] = None
-        theory["expected_cached_tokens"] = [n // units for n in theory["expected_cached_tokens"]]
-        theory["budget_curve"] = [(n // units, rate) for n, rate in theory["budget_curve"]]
+            told["ttft_saved_predicted_s"] = None
         details = {
             **details,
-            **theory,
-            "scenario": measured.name,
-            "requests": size,
-            "prompt_tokens_mean": sum(map(len, prompts)) / size / units,
+            **_in_tokens(told, units),
             "counted_by": by,
+            "not_measured": _NOT_MEASURED,
             "cold_hit_rate": max((one.rate for one in colds if one.rate is not None), default=None),
-            "misses": [
-                {**miss, "at_token": miss["at_token"] // units, "lost_tokens": miss["lost_tokens"] // units}
-                for miss in told(measured.prompts, self._client.decode, block)
-            ],
         }
         info = self._server.describe()
         notices = [*few_repeats(self._spec), *of_server(info, details, rates)]
         model = ModelInfo(self._spec.model.source, "endpoint", "none", 0, 0.0, {})
         return Outcome(self._spec.model.label, model, info.runtime, measurements, notices, details)
+
+
+def _in_tokens(details: dict[str, Any], units: int) -> dict[str, Any]:
+    """The details of a stream, `units` of whose prompts stand for a token."""
+    return {
+        **details,
+        "prompt_tokens_mean": details["prompt_tokens_mean"] / units,
+        "expected_cached_tokens": [n // units for n in details["expected_cached_tokens"]],
+        "budget_curve": [(n // units, rate) for n, rate in details["budget_curve"]],
+        "misses": [
+            {**miss, "at_token": miss["at_token"] // units, "lost_tokens": miss["lost_tokens"] // units}
+            for miss in details["misses"]
+        ],
+    }
 
 
 def found(answers: Sequence[ServerGeneration], counters: dict[str, int]) -> Found:

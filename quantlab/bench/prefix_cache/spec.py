@@ -15,8 +15,6 @@ from quantlab.core.result import DEVICES, DTYPES
 SCENARIOS = ("system-prompt", "few-shot", "chat", "rag", "timestamp-first", "timestamp-last")
 # A prompt is cut into parts: fewer tokens leave none for some of them.
 _LEAST_PREFIX = 64
-
-
 _BYTES = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
 
 
@@ -108,9 +106,19 @@ class PrefixCacheSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             )
         if self.simulate and "tiers" in given:
             raise UsageError("tiers are not simulated: bytes are moved in no time there", "leave `--simulate` out")
+        if self.bandwidth_bytes_per_s is not None:
+            self._check_roofline(given)
+
+    def _check_roofline(self, given: Iterable[str]) -> None:
         of_runs = [name for name in ("repeats", "warmup") if name in given]
-        if self.bandwidth_bytes_per_s is not None and of_runs:
+        if of_runs:
             raise UsageError(f"`--{of_runs[0]}` changes nothing here: virtual time repeats itself", "leave it out")
+        of_machine = ["threads"] if "threads" in given else []
+        of_machine += [name for name in ("device", "dtype") if getattr(self, name) != "auto"]
+        if of_machine:
+            raise UsageError(
+                f"`--{of_machine[0]}` changes nothing here: no model is run for a roofline", "leave it out"
+            )
 
     def _check_endpoint(self, given: Iterable[str]) -> None:
         if self.trace is not None:

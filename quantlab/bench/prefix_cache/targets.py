@@ -15,14 +15,13 @@ from quantlab.bench.prefix_cache import notices
 from quantlab.bench.prefix_cache.rows import Row
 from quantlab.bench.prefix_cache.serve import capacity, longest_request, measure
 from quantlab.bench.prefix_cache.spec import PrefixCacheSpec
-from quantlab.core.gguf_file import kv_bytes_per_token, read_header
-from quantlab.core.hf_config import kv_values_per_token
+from quantlab.bench.roofline import kv_bytes, roofline
 from quantlab.core.progress import Progress
 from quantlab.core.result import ModelInfo, Notice, RuntimeInfo
 from quantlab.runtime.backend import Loaded
 from quantlab.runtime.clock import VirtualClock
 from quantlab.runtime.simulated import SimulatedBackend
-from quantlab.runtime.step_model import Roofline, StepTime
+from quantlab.runtime.step_model import StepTime
 from quantlab.runtime.worker import Worker, run_in_child
 
 _MEASURE = "quantlab.bench.prefix_cache.serve:work"
@@ -90,26 +89,15 @@ class _Virtual:
 
 def simulated(spec: PrefixCacheSpec, info: ModelInfo, progress: Progress) -> Target:
     """Virtual time, with step times of a short run of the model or of a roofline."""
-    kv_bytes = _kv_bytes(Path(spec.model.path))
+    path = Path(spec.model.path)
     step_time: StepTime
     if spec.bandwidth_bytes_per_s is not None and spec.flops_per_s is not None:
-        step_time = Roofline(
-            weight_bytes=info.size_bytes,
-            kv_bytes_per_token=kv_bytes,
-            params=8 * info.size_bytes / info.bits_per_weight,
-            bandwidth_bytes_per_s=spec.bandwidth_bytes_per_s,
-            flops_per_s=spec.flops_per_s,
-        )
+        step_time = roofline(path, info, spec.bandwidth_bytes_per_s, spec.flops_per_s)
         said = notices.of_roofline(spec.bandwidth_bytes_per_s, spec.flops_per_s)
     else:
         found = msgspec.convert(run_in_child(_CALIBRATE, msgspec.to_builtins(spec), progress), Calibrated)
         step_time, said = found.model, notices.of_calibration(found, spec.model.label)
     backend = SimulatedBackend(
-        capacity(spec, longest_request(spec)), step_time, VirtualClock(), kv_bytes_per_token=kv_bytes
+        capacity(spec, longest_request(spec)), step_time, VirtualClock(), kv_bytes_per_token=kv_bytes(path)
     )
     return _Virtual(spec, backend, progress, said)
-
-
-def _kv_bytes(path: Path) -> int:
-    """16 bits a value, as vLLM and llama.cpp hold it by default."""
-    return 2 * kv_values_per_token(path) if path.is_dir() else kv_bytes_per_token(read_header(path))

@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 
 from quantlab.core.statistics import median
-from quantlab.engine.prefix_cache import BlockStore, block_key, root_key
+from quantlab.engine.prefix_cache import BlockStore, Prompt, root_key
 from quantlab.runtime.backend import Backend, Batch, Tokens
 
 _LENGTHS = (64, 128, 256, 512, 1024, 2048)
@@ -38,10 +38,9 @@ def measure_tiers(backend: Backend, tokens: Tokens, *, block_tokens: int, repeat
 
 def _point(backend: Backend, store: BlockStore, tokens: Tokens, repeats: int) -> TierPoint:
     size, n = store.block_tokens, len(tokens) // store.block_tokens
-    data, root = tokens.astype("<i4").tobytes(), root_key(backend.identity())
-    keys = [root]
-    for i in range(n):
-        keys.append(block_key(keys[-1], data[4 * i * size : 4 * (i + 1) * size]))
+    prompt = Prompt(root_key(backend.identity()), size)
+    prompt.extend(tokens)
+    named = [(prompt.key(i), prompt.root, prompt.until(i)) for i in range(n)]
     blobs: list[bytes] = []
 
     def compute() -> None:
@@ -60,8 +59,8 @@ def _point(backend: Backend, store: BlockStore, tokens: Tokens, repeats: int) ->
 
     def from_disk() -> None:
         backend.release(0)
-        for i, key in enumerate(keys[1:]):
-            blob = store.get(key, root, data[: 4 * (i + 1) * size])
+        for name in named:
+            blob = store.get(*name)
             assert blob is not None
             backend.restore(0, blob)
 
@@ -69,8 +68,8 @@ def _point(backend: Backend, store: BlockStore, tokens: Tokens, repeats: int) ->
     for _ in range(repeats):
         spent["recompute_s"].append(_timed(compute))
         spent["save_s"].append(_timed(save))
-        for i, (key, blob) in enumerate(zip(keys[1:], blobs, strict=True)):
-            store.put(key, root, data[: 4 * (i + 1) * size], blob)
+        for name, blob in zip(named, blobs, strict=True):
+            store.put(*name, blob)
         spent["ram_s"].append(_timed(from_ram))
         spent["disk_s"].append(_timed(from_disk))
     backend.reset()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -14,7 +15,7 @@ import msgspec
 from quantlab.bench.speculative import notices, server
 from quantlab.bench.speculative.diagnosis import Point, best_of, diagnose, switch_off_batch
 from quantlab.bench.speculative.heads import HeadsSpec, train
-from quantlab.bench.speculative.points import costs_of
+from quantlab.bench.speculative.points import costs_of_groups
 from quantlab.bench.speculative.rows import Row, best_in_theory, row
 from quantlab.bench.speculative.session import Divergence, Session, groups_of, opened_session
 from quantlab.bench.speculative.spec import SpeculativeSpec
@@ -92,9 +93,6 @@ class _Draft:
         self._said = list(notices.of_loading(self._spec, session.ready))
         self._points: list[Point] = []
         self._batches: list[Details] = []
-        categories = session.ready.categories
-        self._total = sum(len(groups_of(categories, batch)) for batch in self._spec.batches())
-        self._done = 0
 
     def outcomes(self) -> Iterator[Outcome]:
         for batch in self._spec.batches():
@@ -103,21 +101,30 @@ class _Draft:
 
     def _batch(self, batch: int) -> Iterator[Outcome]:
         spec, session = self._spec, self._session
-        groups = []
+        groups, stage = [], f"{spec.draft[self._number].label}, batch {batch}"
+        total = len(groups_of(session.ready.categories, batch))
+        self._progress(f"{stage}, warming up", 0, 1)
+        session.warm_up(batch)
+        self._progress(stage, 0, total)
         for group in session.measure(batch):
             groups.append(group)
-            self._done += 1
-            self._progress(f"{spec.draft[self._number].label}, batch {batch}", self._done, self._total)
-        costs = costs_of(groups, batch)
-        in_theory = best_in_theory(spec, groups, costs)
+            self._progress(stage, len(groups), total)
+        costs = costs_of_groups(groups, batch)
+        in_theory = best_in_theory(spec, session.ready, groups, costs)
         rows = {k: row(spec, session.ready, groups, costs, k) for k in session.lengths()[1:]}
         here = [found.point for found in rows.values() if found.point is not None]
         self._points += here
         self._batches.append({"batch": batch, **in_theory, **self._best(here)})
-        for k, found in rows.items():
-            divergence = session.divergence(groups, k) if spec.temperature == 0 else None
+        for i, (k, found) in enumerate(rows.items()):
+            divergence = None
+            if spec.temperature == 0:
+                advance = partial(self._advance, f"{stage}, answers that differ", i, len(rows))
+                divergence = session.divergence(groups, k, advance)
             said = [*notices.of_groups(groups), *notices.of_divergence(divergence)]
             yield self._outcome("k", (found.measurements, self._details(found, divergence) | in_theory), said)
+
+    def _advance(self, stage: str, done: int, total: int, more: float) -> None:
+        self._progress(stage, done + more, total)
 
     def _details(self, found: Row, divergence: Divergence | None) -> Details:
         reason = None if found.point is None else diagnose(found.point, self._points)

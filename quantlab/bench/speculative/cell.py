@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from quantlab.bench.speculative.costs import VerifyTimes
+from quantlab.bench.speculative.costs import costs_of
 from quantlab.bench.speculative.drafters import Drafter, capacity, opened_drafter
 from quantlab.bench.speculative.prompts import Encoded, encode, read_prompts
 from quantlab.bench.speculative.spec import SpeculativeSpec
@@ -200,40 +200,38 @@ class _Cell:
 
     def warm_up(self, batch: int) -> None:
         """Decode a little in every way that will be measured, and learn what a round of `batch` sequences costs."""
-        group, times = [i % len(self._prompts) for i in range(batch)], VerifyTimes()
-        draft_s: list[float] = []
+        group, most = [i % len(self._prompts) for i in range(batch)], max(self._spec.k)
+        plain: list[StepTimes] = []
+        drafted: list[StepTimes] = []
         for k in (0, *sorted(set(self._spec.k))):
-            for proposer in (_Filler(), self._proposer):
-                decoder = self._decode(group, FixedLength(k), proposer, min(_WARM_TOKENS + k, self._spec.new_tokens))[0]
-                for step in decoder.steps:
-                    times.add(step.rows / step.sequences, step.verify_s)
-                    if proposer is self._proposer and step.longest_draft:
-                        draft_s.append(step.draft_s / step.longest_draft)
-        most = max(self._spec.k)
-        verify_s = tuple(times.seconds(1 + k) for k in range(most + 1))
-        self._adaptive = AdaptiveLength(most, RoundCosts(float(np.median(draft_s or [0.0])), verify_s))
+            for proposer, steps in ((_Filler(), plain), (self._proposer, drafted)):
+                new_tokens = min(_WARM_TOKENS + k, self._spec.new_tokens)
+                # An answer that ends at once would teach nothing.
+                steps.extend(self._decode(group, FixedLength(k), proposer, new_tokens, ignore_eos=True)[0].steps)
+        costs, lengths = costs_of(batch, plain, drafted), range(most + 1)
+        known = RoundCosts(tuple(map(costs.draft_s, lengths)), tuple(map(costs.verify_s, lengths)))
+        self._adaptive = AdaptiveLength(most, known)
 
     def run(self, run: Run) -> Ran:
         """One run, alone on the machine as far as it can know."""
         length = self._adaptive if run.k == ADAPTIVE else FixedLength(run.k)
         proposer = _Filler() if run.filler else self._proposer
         before = time.process_time()
-        decoder, sequences = self._decode(run.prompts, length, proposer, self._spec.new_tokens)
+        spec = self._spec
+        decoder, sequences = self._decode(run.prompts, length, proposer, spec.new_tokens, ignore_eos=spec.ignore_eos)
         cpu_s = time.process_time() - before
         start = decoder.start_s
         answers = [Answer(s.tokens, s.times_s[0] - start, s.times_s[-1] - start, s.rounds) for s in sequences]
         return Ran(answers, decoder.steps, cpu_s)
 
     def _decode(
-        self, group: list[int], length: DraftLength, proposer: Proposer, new_tokens: int
+        self, group: list[int], length: DraftLength, proposer: Proposer, new_tokens: int, *, ignore_eos: bool
     ) -> tuple[SpeculativeDecoder, list[Speculated]]:
         spec = self._spec
         sampling = Sampling(temperature=spec.temperature, seed=spec.seed)
         requests = [
             # Every way of decoding a group draws the same; a prompt that is in it twice draws twice.
-            Request(
-                i * 1_000_003 + number, self._prompts[number], new_tokens, ignore_eos=spec.ignore_eos, sampling=sampling
-            )
+            Request(i * 1_000_003 + number, self._prompts[number], new_tokens, ignore_eos=ignore_eos, sampling=sampling)
             for i, number in enumerate(group)
         ]
         decoder = SpeculativeDecoder(self._target, proposer if length.most else None, length)

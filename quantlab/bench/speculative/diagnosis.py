@@ -92,7 +92,8 @@ def _by_numbers(point: Point) -> Reason:
     """Which number is to blame where no other point pays."""
     a, c, v, k = point.acceptance, point.draft_cost, point.verify_cost, round(point.draft_length)
     if a is None or k < 1:
-        return Reason("acceptance", "nothing was drafted: no earlier place of the text had these tokens")
+        why = "no n-gram of the text stood earlier in it, or the draft's context is full"
+        return Reason("acceptance", f"nothing was drafted: {why}")
     expected = theory.speedup(a, k, c, v)
     if expected >= 1:
         return Reason(

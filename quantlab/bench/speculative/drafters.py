@@ -23,11 +23,11 @@ from quantlab.runtime.backend import Backend, Capacity, Loaded
 N_BATCH, N_UBATCH = 2048, 512
 
 
-def capacity(spec: SpeculativeSpec, path: Path, n_ctx: int | None = None) -> Capacity:
+def capacity(spec: SpeculativeSpec, path: Path) -> Capacity:
     """What the spec needs of a model. A sliding window must keep what a rollback goes back to."""
     rows = max(spec.batch) * (1 + max(spec.k))
     return Capacity(
-        n_ctx=n_ctx or spec.n_ctx,
+        n_ctx=spec.n_ctx,
         n_seq=max(spec.batch),
         n_batch=max(N_BATCH, rows),
         n_ubatch=N_UBATCH,
@@ -88,4 +88,5 @@ def _opened_heads(spec: SpeculativeSpec, source: DraftSource, target: Any) -> Dr
         proposer = MedusaProposer(target, heads, name=source.label, n_vocab=n_vocab)
         return Drafter(proposer, size_bytes=heads.size_bytes, most=heads.most)
     layer = Eagle(target, path, sha256)
-    return Drafter(EagleProposer(target, layer, name=source.label, n_vocab=n_vocab), size_bytes=layer.size_bytes)
+    size = layer.size_bytes + max(spec.batch) * spec.n_ctx * layer.kv_bytes_per_token
+    return Drafter(EagleProposer(target, layer, name=source.label, n_vocab=n_vocab), size_bytes=size)

@@ -58,7 +58,7 @@ def of_groups(groups: list[Group]) -> Iterator[Notice]:
     if len(groups) < FEW_REPEATS:
         yield Notice(
             "few-prompts",
-            f"{len(groups)} groups of prompts: too few to tell a speed-up from chance",
+            f"too few groups of prompts ({len(groups)}) to tell a speed-up from chance",
             "give more `--prompts-per-category`, or a smaller `--batch`",
         )
 

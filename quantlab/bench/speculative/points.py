@@ -4,24 +4,26 @@ For the prompts of one group, decoded plainly and with drafts in turns:
 
     acceptance_rate          accepted / tested draft tokens: of those decided on, not of those after a rejected one
     mean_tokens_per_verify   tokens handed out / rounds, of rounds that the end of an answer did not shorten
-    draft_cost_ratio c       seconds of a draft token / seconds of a plain step
+    draft_cost_ratio c       seconds of a draft / its tokens n / seconds of a plain step
     verify_cost_ratio v      seconds of a verify / seconds of a plain step
-    predicted_speedup        mean of (1 - a^(n+1)) / (1 - a) over mean of n c + v(n), n the tokens of each draft
+    predicted_speedup        mean of (1 - a^(n+1)) / (1 - a) over mean of m c(m) + v(n), n the tokens of each draft, m
+                             those of the longest of a step
     speedup                  plain seconds a token / speculative seconds a token, both after the first token
 
-Steps in which some sequences were done already count in the speed-up, not in the costs.
+Costs depend on n: heads and lookups make all tokens of a draft at once. Steps in which some sequences were done already
+count in the speed-up, not in the costs (costs.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from quantlab.bench.speculative.cell import Answer, Ran
-from quantlab.bench.speculative.costs import VerifyTimes
-from quantlab.core.statistics import Interval, median, paired_ratio
+from quantlab.bench.speculative.cell import ADAPTIVE, Answer, Ran
+from quantlab.bench.speculative.costs import Costs, costs_of
+from quantlab.core.statistics import Interval, paired_ratio
 from quantlab.engine.speculative import Round
 from quantlab.engine.speculative.theory import expected_tokens
 
@@ -83,35 +85,10 @@ class Pooled(NamedTuple):
         return found
 
 
-class Costs(NamedTuple):
-    """Of one batch size: times of its verifies, and seconds of a draft token."""
-
-    batch: int
-    verify: VerifyTimes
-    draft_s: float
-
-    @property
-    def c(self) -> float:
-        """A draft token in plain steps."""
-        return self.draft_s / self.verify.seconds(1)
-
-    def v(self, k: float) -> float:
-        """A verify of `k` draft tokens in plain steps."""
-        return self.verify.ratio(1 + k)
-
-
-def costs_of(groups: Sequence[Group], batch: int) -> Costs:
+def costs_of_groups(groups: Sequence[Group], batch: int) -> Costs:
     """The costs of a batch size from everything that ran with it."""
-    times, draft_s = VerifyTimes(), []
-    for group in groups:
-        for k, ran in group.runs.items():
-            for step in ran.steps:
-                if step.sequences != batch:
-                    continue
-                times.add(step.rows / step.sequences, step.verify_s)
-                if k and step.longest_draft:
-                    draft_s.append(step.draft_s / step.longest_draft)
-    return Costs(batch, times, median(draft_s) if draft_s else 0.0)
+    runs = [(k, step) for group in groups for k, ran in group.runs.items() for step in ran.steps]
+    return costs_of(batch, [step for k, step in runs if k == 0], [step for k, step in runs if k])
 
 
 def pooled(groups: Sequence[Group], k: int, *, whole: int | None = None) -> Pooled:
@@ -119,27 +96,41 @@ def pooled(groups: Sequence[Group], k: int, *, whole: int | None = None) -> Pool
     rounds: list[Round] = []
     for group in groups:
         for answer in group.runs[k].answers:
-            rounds += answer.rounds if whole is None else _unbounded(answer, k, whole)
+            rounds += answer.rounds if whole is None else _unbounded(answer, _longest(group, k), whole)
     return Pooled(rounds)
 
 
-def _unbounded(answer: Answer, k: int, new_tokens: int) -> Iterator[Round]:
-    """The rounds before the end of the answer came into reach of a draft, and the answer did not end in them."""
+def _longest(group: Group, k: int) -> int:
+    """The tokens that a draft of `k` may have: what adapts goes up to the longest fixed length."""
+    return max(group.runs) if k == ADAPTIVE else k
+
+
+def _unbounded(answer: Answer, longest: int, new_tokens: int) -> list[Round]:
+    """The first rounds: before the end of the answer came into reach of a draft, and without that which ended it."""
     left = new_tokens - 1
-    for round_ in answer.rounds:
-        if left > max(k, round_.drafted) and not round_.ended:
-            yield round_
+    for i, round_ in enumerate(answer.rounds):
+        if left <= longest or round_.ended:
+            return answer.rounds[:i]
         left -= round_.emitted
+    return answer.rounds
 
 
-def predicted(rounds: Pooled, costs: Costs) -> float | None:
-    """The speed-up that acceptance and costs let expect; None where nothing was drafted."""
-    a = rounds.acceptance
-    if a is None:
+def predicted(groups: Sequence[Group], k: int, costs: Costs, new_tokens: int) -> float | None:
+    """The speed-up that acceptance and costs let expect of steps of whole rounds of all sequences.
+
+    None where there is no such step, nothing was drafted, or the costs are not known.
+    """
+    a, tokens, steps = pooled(groups, k, whole=new_tokens).acceptance, list[float](), list[float]()
+    if a is None or not costs.known:
         return None
-    tokens = np.mean([expected_tokens(a, r.drafted) for r in rounds.rounds])
-    cost = np.mean([r.drafted * costs.c + costs.v(r.drafted) for r in rounds.rounds])
-    return float(tokens / cost)
+    for group in groups:
+        ran = group.runs[k]
+        # A step is one round of every sequence that is not done.
+        whole = [_unbounded(answer, _longest(group, k), new_tokens) for answer in ran.answers]
+        for step, *rounds in zip(ran.steps, *whole, strict=False):
+            steps.append(costs.of_step(step))
+            tokens += [expected_tokens(a, round_.drafted) for round_ in rounds]
+    return float(np.mean(tokens) / np.mean(steps)) if steps else None
 
 
 def expected_tokens_per_verify(rounds: Pooled) -> float | None:

@@ -72,7 +72,8 @@ def _asked(text: str) -> Messages:
 
 def _read(path: Path) -> list[Prompt]:
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        # Other line ends (U+2028) may stand within a JSON text.
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
     except OSError as error:
         raise os_error(error, path) from error
     except UnicodeDecodeError as error:
@@ -93,6 +94,9 @@ def _parsed(line: str, path: Path, number: int) -> Prompt:
             messages = _asked(value["prompt"] if "prompt" in value else value["turns"][0])
         if not all(message["content"].strip() for message in messages) or not messages:
             raise ValueError("it is empty")
+        for text in (category, *(message["content"] for message in messages)):
+            # JSON can write half of a surrogate pair, which is no text.
+            text.encode()
     except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
         raise QuantlabError(f"`{path}`, line {number}: no prompt ({error!r})", _HINT) from error
     return Prompt(_CATEGORIES.get(category, category), messages)

@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 
 from quantlab.bench.speculative import points
 from quantlab.bench.speculative.cell import ADAPTIVE, Ready
+from quantlab.bench.speculative.costs import Costs
 from quantlab.bench.speculative.diagnosis import Point
-from quantlab.bench.speculative.points import Costs, Group, pooled
+from quantlab.bench.speculative.points import Group, pooled
 from quantlab.bench.speculative.spec import SpeculativeSpec
 from quantlab.core.result import Measurement
 from quantlab.core.statistics import Interval
@@ -18,7 +19,7 @@ Details = dict[str, Any]
 
 
 class Row(NamedTuple):
-    """`point` is None where no answer has a second token."""
+    """`point` is None where no answer has a second token, or the costs are not known."""
 
     point: Point | None
     measurements: dict[str, Measurement]
@@ -30,15 +31,15 @@ def row(spec: SpeculativeSpec, ready: Ready, groups: Sequence[Group], costs: Cos
     every, whole = pooled(groups, k), pooled(groups, k, whole=spec.new_tokens)
     ratio = points.speedup(groups, k)
     length = None if k == ADAPTIVE else k
-    point = None if ratio is None else Point(
+    point = None if ratio is None or not costs.known else Point(
         batch=costs.batch,
         k=length,
         draft_length=whole.draft_length,
         coverage=whole.coverage,
         acceptance=every.acceptance,
-        draft_cost=costs.c,
+        draft_cost=costs.c(whole.draft_length),
         verify_cost=costs.v(whole.draft_length),
-        predicted=points.predicted(whole, costs),
+        predicted=points.predicted(groups, k, costs, spec.new_tokens),
         speedup=ratio.estimate,
         low=ratio.low,
         high=ratio.high,
@@ -61,14 +62,22 @@ def row(spec: SpeculativeSpec, ready: Ready, groups: Sequence[Group], costs: Cos
     return Row(point, _measurements(spec, ready, groups, costs, k), details)
 
 
-def best_in_theory(spec: SpeculativeSpec, groups: Sequence[Group], costs: Costs) -> Details:
-    """The K that acceptance and costs let expect to be best, among those up to the largest measured; 0: none pays."""
-    rounds = points.Pooled([r for k in spec.k for r in pooled(groups, k).rounds])
-    if rounds.acceptance is None:
+def best_in_theory(spec: SpeculativeSpec, ready: Ready, groups: Sequence[Group], costs: Costs) -> Details:
+    """The K that acceptance, costs and the share of rounds with a draft let expect to be best; 0: none pays.
+
+    It is sought up to the largest measured, and to what can be drafted in a row.
+    """
+    every, whole = (
+        points.Pooled([r for k in spec.k for r in pooled(groups, k, whole=most).rounds])
+        for most in (None, spec.new_tokens)
+    )
+    if every.acceptance is None or not costs.known:
         return {"theory_best_k": 0, "theory_speedup": None}
-    a = rounds.acceptance
-    best = theory.best_k(a, costs.c, costs.v, max(spec.k))
-    return {"theory_best_k": best, "theory_speedup": theory.speedup(a, best, costs.c, costs.v(best)) if best else 1.0}
+    most = min(max(spec.k), ready.most_draft or max(spec.k))
+    # Answers may be too short for a whole round.
+    coverage = (whole if whole.rounds else every).coverage
+    best, speedup = theory.best_k(every.acceptance, costs.steps, most, coverage)
+    return {"theory_best_k": best, "theory_speedup": speedup}
 
 
 def _measurements(
@@ -79,13 +88,11 @@ def _measurements(
     tokens = [pooled([group], k, whole=spec.new_tokens).tokens_per_verify for group in groups]
     whole = pooled(groups, k, whole=spec.new_tokens)
     pairs = points.pairs(groups, k)
-    expected = points.predicted(whole, costs)
+    expected = points.predicted(groups, k, costs, spec.new_tokens)
     found = {
         "acceptance_rate": Measurement("share", "higher", [p.acceptance for p in apart if p.acceptance is not None]),
         "acceptance_rate_per_position": Measurement("share", "higher", pooled(groups, k).acceptance_by_position()),
         "mean_tokens_per_verify": Measurement("tokens", "higher", [n for n in tokens if n is not None]),
-        "draft_cost_ratio": Measurement("steps", "lower", [costs.c]),
-        "verify_cost_ratio": Measurement("steps", "lower", [costs.v(whole.draft_length)]),
         "predicted_speedup": Measurement("ratio", "higher", [] if expected is None else [expected]),
         "speedup": Measurement("ratio", "higher", [plain / fast for plain, fast in pairs]),
         "tpot": _seconds([points.tpot_s(group.runs[k]) for group in groups]),
@@ -94,6 +101,9 @@ def _measurements(
         "ttft_plain": _seconds([points.ttft_s(group.runs[0]) for group in groups]),
         "draft_bytes": Measurement("bytes", "lower", [float(ready.draft_bytes)]),
     }
+    if costs.known:
+        found["draft_cost_ratio"] = Measurement("steps", "lower", [costs.c(whole.draft_length)])
+        found["verify_cost_ratio"] = Measurement("steps", "lower", [costs.v(whole.draft_length)])
     if spec.temperature == 0:
         same = [float(equal) for group in groups for equal in points.identical(group, k).values()]
         found["output_identity"] = Measurement("share", "higher", same)

@@ -7,7 +7,7 @@ in pairs.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -26,13 +26,13 @@ _MOST_GAPS = 16
 class Divergence(msgspec.Struct, frozen=True):
     """Greedy answers that are not those of plain decoding, and what that is worth.
 
-    `natural` is the share of prompts whose plain answer changes when every step has the shape of a verify, without
-    any draft that stands; `same_shape` the share that is equal to that answer. `widest_gap`: where answers part, the
-    distance of the two tokens' logits under plain decoding, in standard deviations of all logits; `moved`: the most
-    that a logit changes there with the shape of the steps alone.
+    `natural` is the share of the plain `answers` that change when every step has the shape of a verify, without any
+    draft that stands; `same_shape` the share of those with drafts that are equal to what is said then. `widest_gap`:
+    where answers part, the distance of the two tokens' logits under plain decoding, in standard deviations of all
+    logits; `moved`: the most that a logit changes there with the shape of the steps alone.
     """
 
-    prompts: int
+    answers: int
     natural: float
     same_shape: float
     widest_gap: float
@@ -46,14 +46,19 @@ class Session:
         self.spec, self._worker = spec, worker
         self.contention = Contention()
         self.ready = msgspec.convert(worker.receive(), Ready)
+        # Runs of fillers by their length and prompts: other lengths ask for the same.
+        self._filled: dict[tuple[int, ...], Ran] = {}
 
     def lengths(self) -> list[int]:
         """`k` of every run of a group: plain first."""
         return [0, *sorted(set(self.spec.k)), *([ADAPTIVE] if self.spec.adaptive else [])]
 
+    def warm_up(self, batch: int) -> None:
+        """Before `measure`: decode a little in every way."""
+        self._ask(batch)
+
     def measure(self, batch: int) -> Iterator[Group]:
         """Every group of prompts, decoded in every way."""
-        self._ask(batch)
         for turn, (category, prompts) in enumerate(groups_of(self.ready.categories, batch)):
             order, runs = self.lengths(), dict[int, Ran]()
             first = turn % len(order)
@@ -63,25 +68,32 @@ class Session:
                 self.contention.end(runs[k].cpu_s)
             yield Group(category, prompts, runs)
 
-    def divergence(self, groups: Sequence[Group], k: int) -> Divergence | None:
+    def divergence(self, groups: Sequence[Group], k: int, advance: Callable[[float], None]) -> Divergence | None:
         """What the answers of `k` that differ from plain decoding are worth; None where none does."""
-        same = {prompt: equal for group in groups for prompt, equal in identical(group, k).items()}
-        if all(same.values()):
+        if all(all(identical(group, k).values()) for group in groups):
             return None
         shape = max(self.spec.k) if k == ADAPTIVE else k
-        natural: dict[int, bool] = {}
-        alike: dict[int, bool] = {}
+        # A prompt may be in several places of the batches.
+        natural: list[bool] = []
+        alike: list[bool] = []
         gaps: list[Gap] = []
-        for group in groups:
-            filled = msgspec.convert(self._ask(Run(group.prompts, shape, filler=True)), Ran)
+        for done, group in enumerate(groups):
+            advance(done / len(groups))
+            filled = self._filler(shape, group.prompts)
             plain, fast = group.runs[0].answers, group.runs[k].answers
             for prompt, a, b, c in zip(group.prompts, plain, fast, filled.answers, strict=True):
-                natural[prompt] = a.tokens != c.tokens
-                alike[prompt] = b.tokens == c.tokens
+                natural.append(a.tokens != c.tokens)
+                alike.append(b.tokens == c.tokens)
                 if a.tokens != b.tokens and len(gaps) < _MOST_GAPS:
                     gaps.append(msgspec.convert(self._ask(_parting(prompt, a.tokens, b.tokens)), Gap))
-        n, widest, moved = len(same), max(gap.deviations for gap in gaps), max(gap.moved for gap in gaps)
-        return Divergence(n, sum(natural.values()) / n, sum(alike.values()) / n, widest, moved)
+        n, widest, moved = len(natural), max(gap.deviations for gap in gaps), max(gap.moved for gap in gaps)
+        return Divergence(n, sum(natural) / n, sum(alike) / n, widest, moved)
+
+    def _filler(self, k: int, prompts: list[int]) -> Ran:
+        key = (k, *prompts)
+        if key not in self._filled:
+            self._filled[key] = msgspec.convert(self._ask(Run(prompts, k, filler=True)), Ran)
+        return self._filled[key]
 
     def _ask(self, message: Any) -> Any:
         self._worker.send(msgspec.to_builtins(message))

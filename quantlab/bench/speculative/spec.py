@@ -90,10 +90,11 @@ class SpeculativeSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 f"`--new-tokens` {self.new_tokens} in a context of {self.n_ctx}",
                 "raise `--n-ctx`, or lower `--new-tokens`",
             )
-        if max(self.k) >= self.new_tokens:
+        # The first token is the prompt's, the last the target's own. A server has its own lengths.
+        if not self.endpoint and max(self.k) > self.new_tokens - 2:
             raise UsageError(
                 f"`-k` {max(self.k)} with answers of {self.new_tokens} tokens: no draft of that length would fit",
-                "raise `--new-tokens`, or lower `-k`",
+                f"raise `--new-tokens` to {max(self.k) + 2} at least, or lower `-k`",
             )
 
     def _check_place(self) -> None:

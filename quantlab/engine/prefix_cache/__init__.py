@@ -8,7 +8,7 @@ with opened(path, Capacity(n_ctx=2048, n_seq=16)) as backend:
 """
 
 from quantlab.engine.prefix_cache.cache import PrefixCache
-from quantlab.engine.prefix_cache.keys import block_key, root_key
+from quantlab.engine.prefix_cache.keys import Prompt, block_key, root_key
 from quantlab.engine.prefix_cache.store import BlockStore
 
-__all__ = ["BlockStore", "PrefixCache", "block_key", "root_key"]
+__all__ = ["BlockStore", "PrefixCache", "Prompt", "block_key", "root_key"]

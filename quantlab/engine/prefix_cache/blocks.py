@@ -7,9 +7,9 @@ long as a child is.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
-from quantlab.engine.prefix_cache.keys import TOKEN_BYTES
+from quantlab.engine.prefix_cache.keys import Prompt
 
 
 class Block:
@@ -48,11 +48,18 @@ class Block:
         return at.key
 
 
+class Lease:
+    """What a running sequence has of the cache: the blocks that its prompt begins with and that its slot holds."""
+
+    def __init__(self, prompt: Prompt, blocks: list[Block]) -> None:
+        self.prompt, self.blocks = prompt, blocks
+
+
 class Tree:
     """All blocks that are known, by key; `device` and `ram` hold them by last use, the oldest first."""
 
-    def __init__(self, block_tokens: int, hash_block: Callable[[bytes, bytes], bytes]) -> None:
-        self.block_tokens, self._width, self._hash = block_tokens, block_tokens * TOKEN_BYTES, hash_block
+    def __init__(self, block_tokens: int) -> None:
+        self.block_tokens = block_tokens
         self.device: OrderedDict[Block, None] = OrderedDict()
         self.ram: OrderedDict[Block, None] = OrderedDict()
         self.ram_bytes = 0
@@ -63,49 +70,38 @@ class Tree:
     def __len__(self) -> int:
         return len(self._blocks)
 
-    def part(self, data: bytes, index: int) -> bytes:
-        """The tokens of block `index` of a prompt."""
-        return data[index * self._width : (index + 1) * self._width]
-
-    def whole(self, data: bytes) -> int:
-        """How many whole blocks a prompt has."""
-        return len(data) // self._width
-
     def root(self, key: bytes) -> Block:
         """The root of this key; a new one is known once a block hangs from it."""
         return self._roots.get(key) or Block(key, None, b"")
 
-    def chain(self, root: bytes, data: bytes) -> list[Block]:
+    def chain(self, prompt: Prompt) -> list[Block]:
         """The known blocks that a prompt begins with."""
-        at, found = self.root(root), list[Block]()
-        while len(found) < self.whole(data):
-            block = self.child(at, self.part(data, len(found)))
+        at, found = self.root(prompt.root), list[Block]()
+        while len(found) < len(prompt) // prompt.block_tokens:
+            block = self.child(at, prompt)
             if block is None:
                 break
             found.append(block)
             at = block
         return found
 
-    def key(self, parent: bytes, tokens: bytes) -> bytes:
-        """The key of a block with these tokens behind the block, or root, of key `parent`."""
-        return self._hash(parent, tokens)
-
-    def child(self, parent: Block, tokens: bytes) -> Block | None:
-        """The known child with these tokens. A block of the same key that is another is a collision: none."""
-        block = self._blocks.get(self.key(parent.key, tokens))
+    def child(self, parent: Block, prompt: Prompt) -> Block | None:
+        """The known block of a prompt after `parent`. A block of the same key that is another is a collision: none."""
+        index = parent.index + 1
+        block = self._blocks.get(prompt.key(index))
         if block is None:
             return None
-        if block.parent is not parent or block.tokens != tokens:
+        if block.parent is not parent or block.tokens != prompt.part(index):
             self.collisions += 1
             return None
         return block
 
-    def add(self, parent: Block, tokens: bytes) -> Block | None:
-        """A new child; None where another block has its key."""
-        key = self.key(parent.key, tokens)
+    def add(self, parent: Block, prompt: Prompt) -> Block | None:
+        """The block of a prompt after `parent`, as a new one; None where another block has its key."""
+        key = prompt.key(parent.index + 1)
         if key in self._blocks:
             return None
-        block = Block(key, parent, tokens)
+        block = Block(key, parent, prompt.part(parent.index + 1))
         if parent.parent is None:
             self._roots[parent.key] = parent
         parent.children.add(block)

@@ -16,8 +16,8 @@ from quantlab.core.errors import QuantlabError, UsageError
 from quantlab.core.result import Notice
 from quantlab.engine.costs import Costs
 from quantlab.engine.limits import Limits
-from quantlab.engine.prefix_cache.blocks import Block, Tree
-from quantlab.engine.prefix_cache.keys import TOKEN_BYTES, block_key, root_key, token_bytes
+from quantlab.engine.prefix_cache.blocks import Block, Lease, Tree
+from quantlab.engine.prefix_cache.keys import Prompt, block_key, root_key
 from quantlab.engine.prefix_cache.residency import Residency
 from quantlab.engine.prefix_cache.restoring import RestoreCosts, Tier, worth_restoring
 from quantlab.engine.prefix_cache.store import BlockStore
@@ -28,13 +28,6 @@ _COUNTS = (
     "query_tokens", "hit_tokens", "hit_device_tokens", "hit_ram_tokens", "hit_disk_tokens", "not_worth_restoring",
     "failed_restores",
 )  # fmt: skip
-
-
-class _Lease:
-    """What a running sequence has of the cache: the blocks that its prompt begins with and that its slot holds."""
-
-    def __init__(self, root: bytes, blocks: list[Block]) -> None:
-        self.root, self.blocks = root, blocks
 
 
 class PrefixCache:
@@ -69,11 +62,11 @@ class PrefixCache:
         self.budget_tokens, self.block_tokens = budget_tokens, block_tokens
         self._backend, self._clock, self._adapter = backend, clock or WallClock(), adapter
         self._costs, self.restore_costs = costs, RestoreCosts()
-        self._tree = Tree(block_tokens, hash_block)
+        self._tree, self._hash_block = Tree(block_tokens), hash_block
         self._residency = Residency(
             backend, self._tree, most_blocks=budget_tokens // block_tokens, ram_bytes=ram_bytes, store=store
         )
-        self._leases: dict[int, _Lease] = {}
+        self._leases: dict[int, Lease] = {}
         self._counts = dict.fromkeys(_COUNTS, 0)
 
     def check(self, limits: Limits) -> None:
@@ -87,28 +80,26 @@ class PrefixCache:
                 "give `limits_of` the tokens of the cache as `prefix_tokens`, or open the backend larger",
             )
 
-    def peek(self, tokens: Sequence[int] | Tokens, salt: str = "") -> int:
-        """How many tokens of a prompt lie on the device; one is always computed, for its logits."""
-        chain = self._tree.chain(self._root(salt), token_bytes(tokens))
-        return min(len(tokens) - 1, self.block_tokens * sum(1 for block in chain if block.slots))
+    def prompt(self, tokens: Sequence[int] | Tokens = (), salt: str = "") -> Prompt:
+        """A prompt as the other functions take it; prompts of different salts share nothing."""
+        root = root_key(self._backend.identity(), adapter=self._adapter, salt=salt)
+        prompt = Prompt(root, self.block_tokens, self._hash_block)
+        prompt.extend(tokens)
+        return prompt
 
-    def begin(self, tokens: Sequence[int] | Tokens = (), salt: str = "") -> tuple[int, int]:
+    def peek(self, prompt: Prompt) -> int:
+        """How many tokens of a prompt lie on the device; one is always computed, for its logits."""
+        chain = self._tree.chain(prompt)
+        return min(len(prompt) - 1, self.block_tokens * sum(1 for block in chain if block.slots))
+
+    def begin(self, prompt: Prompt) -> tuple[int, int]:
         """A sequence of the backend to compute a prompt in, and how many of its tokens it holds already.
 
         At least the last token is left to be computed.
         """
-        data, root = token_bytes(tokens), self._root(salt)
-        chain = self._tree.chain(root, data)
+        chain = self._tree.chain(prompt)
         blocks = [block for block in chain if block.slots]
-        for block in blocks:
-            block.users += 1
-        slot = self._residency.take()
-        if slot is None:
-            raise QuantlabError(
-                f"{len(self._leases)} sequences run and the prefix cache has no other for the next",
-                "open the backend with a larger `n_seq`, or lower `max_num_seqs`",
-            )
-        held = max(0, min(self.block_tokens * len(blocks), len(tokens) - 1))
+        slot, held = self._slot(blocks), max(0, min(self.block_tokens * len(blocks), len(prompt) - 1))
         if held:
             self._backend.share(next(iter(blocks[-1].slots)), slot, held)
         # Of a prompt that is held to its end the last block is shared but for a token: it is not this sequence's.
@@ -117,31 +108,29 @@ class PrefixCache:
             block.users -= 1
         for block in blocks[:whole]:
             block.slots.add(slot)
-        lease = self._leases[slot] = _Lease(root, blocks[:whole])
-        self._counts["query_tokens"] += len(tokens)
+        lease = self._leases[slot] = Lease(prompt, blocks[:whole])
+        self._counts["query_tokens"] += len(prompt)
         self._count_hit("device", held)
         if whole == len(blocks):
-            self._restore(slot, lease, chain, data)
-        self._tree.touch(self._tree.chain(root, data))
+            self._restore(slot, lease, chain)
+        self._tree.touch(self._tree.chain(prompt))
         return slot, self._backend.length(slot)
 
-    def filled(self, slot: int, tokens: Sequence[int] | Tokens) -> int:
-        """The slot holds the KV of `tokens`, and goes on: others may share its blocks. Returns its slot from now on."""
-        lease, data = self._leases[slot], token_bytes(tokens)
-        if found := self._found(lease, data):
-            to = self._regraft(slot, lease, found, len(tokens))
-            if to is None:
-                return slot
-            slot = to
-        self._add(slot, lease, data)
-        self._tree.touch(lease.blocks)
+    def begin_empty(self, prompt: Prompt) -> int:
+        """An empty sequence of the backend for a prompt whose KV comes from elsewhere."""
+        slot = self._slot([])
+        self._leases[slot] = Lease(prompt, [])
         return slot
 
-    def end(self, slot: int, tokens: Sequence[int] | Tokens = ()) -> None:
-        """The sequence is over; the cache keeps the KV of `tokens`, the first that it holds."""
-        lease, data = self._leases[slot], token_bytes(tokens)
-        if len(lease.blocks) + len(self._found(lease, data)) < self._tree.whole(data):
-            slot = self.filled(slot, tokens)
+    def filled(self, slot: int) -> int:
+        """The slot holds the KV of its prompt, and goes on: others may share it. Returns its slot from now on."""
+        return self._keep(slot, len(self._leases[slot].prompt))
+
+    def end(self, slot: int, n_tokens: int = 0) -> None:
+        """The sequence is over; the cache keeps the KV of the first `n_tokens` of its prompt, which it holds."""
+        lease, n_tokens = self._leases[slot], min(n_tokens, len(self._leases[slot].prompt))
+        if len(lease.blocks) + len(self._found(lease, n_tokens)) < n_tokens // self.block_tokens:
+            slot = self._keep(slot, n_tokens)
         del self._leases[slot]
         for block in lease.blocks:
             block.users -= 1
@@ -182,22 +171,31 @@ class PrefixCache:
 
     # what a prompt finds
 
-    def _root(self, salt: str) -> bytes:
-        return root_key(self._backend.identity(), adapter=self._adapter, salt=salt)
+    def _slot(self, needed: list[Block]) -> int:
+        """An empty sequence of the backend, which is not made at the cost of the `needed` blocks; these have a user."""
+        for block in needed:
+            block.users += 1
+        slot = self._residency.take()
+        if slot is None:
+            for block in needed:
+                block.users -= 1
+            raise QuantlabError(
+                f"{len(self._leases)} sequences run and the prefix cache has no other for the next",
+                "open the backend with a larger `n_seq`, or lower `max_num_seqs`",
+            )
+        return slot
 
-    def _last(self, lease: _Lease) -> Block:
-        return lease.blocks[-1] if lease.blocks else self._tree.root(lease.root)
+    def _last(self, lease: Lease) -> Block:
+        return lease.blocks[-1] if lease.blocks else self._tree.root(lease.prompt.root)
 
-    def _restore(self, slot: int, lease: _Lease, chain: list[Block], data: bytes) -> None:
+    def _restore(self, slot: int, lease: Lease, chain: list[Block]) -> None:
         """Continue the slot with blocks of RAM and disk, as far as that is worth it."""
         # Its last token must be computed.
-        most = (len(data) // TOKEN_BYTES - 1) // self.block_tokens
+        most = (len(lease.prompt) - 1) // self.block_tokens
         tiers: list[Tier] = ["ram"] * (min(most, len(chain)) - len(lease.blocks))
         store = self._residency.store
-        key = chain[-1].key if chain else lease.root
         for index in range(len(chain), most if store is not None else 0):
-            key = self._tree.key(key, self._tree.part(data, index))
-            if store is None or key not in store:
+            if store is None or lease.prompt.key(index) not in store:
                 break
             tiers.append("disk")
         start = len(lease.blocks) * self.block_tokens
@@ -205,26 +203,24 @@ class PrefixCache:
         self._counts["not_worth_restoring"] += len(tiers) - worth
         for tier in tiers[:worth]:
             began = self._clock.now()
-            if not self._restore_one(slot, lease, data):
+            if not self._restore_one(slot, lease):
                 break
             self.restore_costs.observe(tier, self.block_tokens, self._clock.now() - began)
             self._count_hit(tier, self.block_tokens)
         if store is not None and worth:
             store.touch([block.key for block in lease.blocks])
 
-    def _restore_one(self, slot: int, lease: _Lease, data: bytes) -> bool:
+    def _restore_one(self, slot: int, lease: Lease) -> bool:
         """Continue the slot with its next block; False where it is gone, harmed, or finds no room."""
-        at = self._last(lease)
-        part = self._tree.part(data, at.index + 1)
-        known, store = self._tree.child(at, part), self._residency.store
+        at, prompt = self._last(lease), lease.prompt
+        known, store = self._tree.child(at, prompt), self._residency.store
         blob = known.blob if known else None
         if blob is None and store is not None:
-            end = (at.index + 2) * self.block_tokens * TOKEN_BYTES
-            blob = store.get(self._tree.key(at.key, part), lease.root, data[:end])
+            blob = store.get(prompt.key(at.index + 1), prompt.root, prompt.until(at.index + 1))
         if blob is None or not self._residency.make_room(1):
             return False
         # Room may have been made at the cost of the block itself, in RAM.
-        block = self._tree.child(at, part) or self._tree.add(at, part)
+        block = self._tree.child(at, prompt) or self._tree.add(at, prompt)
         if block is None:
             return False
         try:
@@ -238,18 +234,30 @@ class PrefixCache:
 
     # what a prompt leaves
 
-    def _found(self, lease: _Lease, data: bytes) -> list[Block]:
+    def _keep(self, slot: int, n_tokens: int) -> int:
+        """The first `n_tokens` of the prompt, which the slot holds, become blocks of the cache."""
+        lease = self._leases[slot]
+        if found := self._found(lease, n_tokens):
+            to = self._regraft(slot, lease, found, n_tokens)
+            if to is None:
+                return slot
+            slot = to
+        self._add(slot, lease, n_tokens)
+        self._tree.touch(lease.blocks)
+        return slot
+
+    def _found(self, lease: Lease, n_tokens: int) -> list[Block]:
         """The blocks after those of the lease that the slot has computed, and others before it."""
         at, found = self._last(lease), list[Block]()
-        for index in range(len(lease.blocks), self._tree.whole(data)):
-            block = self._tree.child(at, self._tree.part(data, index))
+        for _ in range(len(lease.blocks), n_tokens // self.block_tokens):
+            block = self._tree.child(at, lease.prompt)
             if block is None or not block.slots:
                 break
             found.append(block)
             at = block
         return found
 
-    def _regraft(self, slot: int, lease: _Lease, found: list[Block], n_tokens: int) -> int | None:
+    def _regraft(self, slot: int, lease: Lease, found: list[Block], n_tokens: int) -> int | None:
         """The same sequence in another slot, where it shares what it had computed itself: its copy is given up.
 
         None where there is no other slot.
@@ -270,16 +278,16 @@ class PrefixCache:
         self._leases[to] = self._leases.pop(slot)
         return to
 
-    def _add(self, slot: int, lease: _Lease, data: bytes) -> None:
+    def _add(self, slot: int, lease: Lease, n_tokens: int) -> None:
         """The blocks that the slot holds beyond those of the cache become blocks of the cache, as far as they fit."""
-        for _ in range(self._residency.make_room(self._tree.whole(data) - len(lease.blocks))):
-            part = self._tree.part(data, len(lease.blocks))
-            block = self._tree.child(self._last(lease), part) or self._tree.add(self._last(lease), part)
+        for _ in range(self._residency.make_room(n_tokens // self.block_tokens - len(lease.blocks))):
+            at, prompt = self._last(lease), lease.prompt
+            block = self._tree.child(at, prompt) or self._tree.add(at, prompt)
             if block is None:
                 return
             self._hold(slot, lease, block)
 
-    def _hold(self, slot: int, lease: _Lease, block: Block) -> None:
+    def _hold(self, slot: int, lease: Lease, block: Block) -> None:
         """The slot of a running sequence holds this block, after those that it holds."""
         block.slots.add(slot)
         block.users += 1

@@ -8,7 +8,7 @@ finds a block: whoever takes it compares the tokens.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -29,6 +29,34 @@ def block_key(parent: bytes, tokens: bytes) -> bytes:
     return hashlib.sha256(parent + tokens).digest()
 
 
-def token_bytes(tokens: Sequence[int] | Tokens) -> bytes:
-    """Token ids as they are hashed and compared: int32, little-endian."""
-    return np.asarray(tokens, "<i4").tobytes()
+class Prompt:
+    """The tokens of one prompt, block by block: as they are hashed and compared, int32, and their keys, each made once.
+
+    Whoever computes the prompt keeps it, and adds what it generates.
+    """
+
+    def __init__(self, root: bytes, block_tokens: int, hash_block: Callable[[bytes, bytes], bytes] = block_key) -> None:
+        self.root, self.block_tokens, self._hash = root, block_tokens, hash_block
+        self._width, self._data, self._keys = block_tokens * TOKEN_BYTES, bytearray(), list[bytes]()
+
+    def __len__(self) -> int:
+        return len(self._data) // TOKEN_BYTES
+
+    def extend(self, tokens: Sequence[int] | Tokens) -> None:
+        """These come after those that it has."""
+        self._data += np.asarray(tokens, "<i4").tobytes()
+
+    def part(self, index: int) -> bytes:
+        """The tokens of a whole block."""
+        return bytes(self._data[index * self._width : (index + 1) * self._width])
+
+    def until(self, index: int) -> bytes:
+        """All tokens up to the end of a whole block."""
+        return bytes(self._data[: (index + 1) * self._width])
+
+    def key(self, index: int) -> bytes:
+        """The key of a whole block."""
+        keys = self._keys
+        while len(keys) <= index:
+            keys.append(self._hash(keys[-1] if keys else self.root, self.part(len(keys))))
+        return keys[index]

@@ -65,23 +65,17 @@ class FixedLength:
 
 
 class RoundCosts(NamedTuple):
-    """Seconds of one round: a draft token, and a verify of 0, 1, 2... draft tokens."""
+    """Seconds of drafting 0, 1, 2... tokens, and of verifying as many.
 
-    draft_s: float
+    A draft of n tokens is not n times one of one: heads and lookups make them all at once.
+    """
+
+    draft_s: tuple[float, ...]
     verify_s: tuple[float, ...]
 
-    @property
-    def c(self) -> float:
-        """A draft token in steps of the target."""
-        return self.draft_s / self.verify_s[0]
-
-    def v(self, k: int) -> float:
-        """A verify of `k` draft tokens in steps of the target; the last line holds on beyond what is known."""
-        known = self.verify_s
-        if k < len(known):
-            return known[k] / known[0]
-        slope = (known[-1] - known[0]) / max(1, len(known) - 1)
-        return (known[-1] + slope * (k - len(known) + 1)) / known[0]
+    def steps(self, k: int) -> float:
+        """A round of `k` draft tokens in steps of plain decoding."""
+        return (self.draft_s[k] + self.verify_s[k]) / self.verify_s[0]
 
 
 class _Tally:
@@ -113,11 +107,14 @@ class AdaptiveLength:
     adapts = True
 
     def __init__(self, most: int, costs: RoundCosts) -> None:
-        if most < 1 or min(costs.verify_s) <= 0 or costs.draft_s < 0:
-            raise UsageError(f"drafts of up to {most} tokens at {costs}", "give at least 1, and times above 0")
+        known = min(len(costs.draft_s), len(costs.verify_s)) > most >= 1
+        if not known or min(costs.verify_s) <= 0 or min(costs.draft_s) < 0:
+            raise UsageError(
+                f"drafts of up to {most} tokens at {costs}", "give at least 1, and times above 0 up to that length"
+            )
         self.most, self._costs = most, costs
         # At these costs not even drafts without a fault would pay.
-        self._never = best_k(1.0, costs.c, costs.v, most) == 0
+        self._never = best_k(1.0, costs.steps, most)[0] == 0
         self._all = _Tally()
         self._of: dict[int, _Tally] = {}
         self._idle: dict[int, int] = {}
@@ -135,7 +132,7 @@ class AdaptiveLength:
         """See `DraftLength`: a chained draft is stopped on its way."""
         if self._never:
             return 0
-        best = best_k(self.acceptance(slot), self._costs.c, self._costs.v, self.most)
+        best, _ = best_k(self.acceptance(slot), self._costs.steps, self.most)
         if best == 0:
             idle = self._idle[slot] = self._idle.get(slot, 0) + 1
             return int(idle >= _TRY_AFTER and (idle // _TRY_AFTER).bit_count() == 1 and idle % _TRY_AFTER == 0)
@@ -148,9 +145,8 @@ class AdaptiveLength:
         for confidence in confidences:
             reached *= self._expected(confidence)
             tokens += reached
-        k, costs = len(confidences), self._costs
-        more = costs.c + costs.v(k + 1) - costs.v(k)
-        return reached * self.acceptance(slot) * (k * costs.c + costs.v(k)) > more * tokens
+        k, steps = len(confidences), self._costs.steps
+        return reached * self.acceptance(slot) * steps(k) > (steps(k + 1) - steps(k)) * tokens
 
     def _expected(self, confidence: float) -> float:
         return self._bins[_bin(confidence)].share(self._everywhere)

@@ -56,6 +56,15 @@ def break_even_verify_cost(a: float, k: int, c: float) -> float:
     return expected_tokens(a, k) - k * c
 
 
-def best_k(a: float, c: float, v: Callable[[int], float], most: int) -> int:
-    """The number of draft tokens, up to `most`, with the largest speed-up; 0 where none has one above 1."""
-    return max(range(most + 1), key=lambda k: (speedup(a, k, c, v(k)) if k else 1.0, -k))
+def best_k(a: float, steps: Callable[[int], float], most: int, coverage: float = 1.0) -> tuple[int, float]:
+    """The number of draft tokens, up to `most`, with the largest speed-up, and that; 0 where none has one above 1.
+
+    A round of k draft tokens takes `steps(k)` of plain decoding; `coverage` is the share of rounds that have a draft.
+    """
+
+    def gain(k: int) -> float:
+        """The rounds without a draft take one step and hand out one token."""
+        return (coverage * expected_tokens(a, k) + 1 - coverage) / (coverage * steps(k) + 1 - coverage) if k else 1.0
+
+    best = max(range(most + 1), key=lambda k: (gain(k), -k))
+    return best, gain(best)

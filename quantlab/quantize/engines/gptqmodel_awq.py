@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
-# One of 21 scales is chosen: 4096 tokens tell which. All tokens make up the mean activation of the channels.
-# Each trial is a forward pass of attention or MLP over what is given.
-_SEARCH_TOKENS = 4096
+from quantlab.quantize.torch_work import AWQ_SEARCH_TOKENS
+
 # Exponents of the mean activation, with the mean weight below it (AutoAWQ's scales) and alone (the paper's). Of 20 of
 # the first kind alone, a dozen of the 24 attentions of Qwen2.5-Coder-0.5B are worse than unscaled.
 _TRIALS = [(step / 10, True) for step in range(10)] + [((step + 1) / 10, False) for step in range(10)]
@@ -44,7 +43,7 @@ def best_scale(  # noqa: PLR0917 - as the engine calls it
     """
     import torch
 
-    n, whole = max(1, _SEARCH_TOKENS // x.shape[1]), len(x)
+    n, whole = max(1, AWQ_SEARCH_TOKENS["gptqmodel"] // x.shape[1]), len(x)
     x, kwargs = x[:n], {name: _first(value, n, whole) for name, value in kwargs.items()}
     originals = [linear.weight.detach().clone() for linear in linears]
     w_mean, x_mean = (mean.flatten().float().to(originals[0].device) for mean in (w_mean, x_mean))

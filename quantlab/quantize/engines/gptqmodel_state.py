@@ -18,8 +18,8 @@ from typing import Any
 from quantlab.core.errors import QuantlabError
 from quantlab.core.files import locked, sha256_file
 from quantlab.core.result import Notice
-from quantlab.quantize import torch_state
-from quantlab.quantize.torch_state import Finished
+from quantlab.quantize import torch_markers, torch_state
+from quantlab.quantize.torch_markers import Finished
 
 
 class Layers:
@@ -33,9 +33,9 @@ class Layers:
         self.dense: dict[str, Any] = {}
         self._folder, self._calibration, self._dtype, self._writer = folder, calibration, dtype, writer
         self._written: Future[None] | None = None
-        self._finished = torch_state.read(folder)
+        self._finished = torch_markers.read(folder)
         if self._finished is not None and self._finished.calibration != calibration:
-            raise torch_state.stale(folder, "other calibration tokens")
+            raise torch_markers.stale(folder, "other calibration tokens")
         self.first = self._finished.layers if self._finished else 0
         self._files: dict[str, str] = {}
 
@@ -50,7 +50,7 @@ class Layers:
                 self._restore(self._finished)
             except (AttributeError, KeyError, RuntimeError, TypeError, ValueError, OSError, SafetensorError) as error:
                 said = " ".join(f"{type(error).__name__}: {error}".split())
-                raise torch_state.damaged(self._folder, said) from error
+                raise torch_markers.damaged(self._folder, said) from error
         return self.first
 
     def on_boundary(self, boundary: Any) -> None:
@@ -111,7 +111,7 @@ class Layers:
         finished = Finished(
             index + 1, self._of, self._files, self._calibration, json.loads(json.dumps(log, default=str))
         )
-        torch_state.write(self._folder, finished)
+        torch_markers.write(self._folder, finished)
         for path in self._folder.glob("*.safetensors"):
             if path.name not in self._files:
                 path.unlink()

@@ -16,14 +16,12 @@ from llmcompressor.modifiers.transform.smoothquant.base import SmoothQuantScale
 from llmcompressor.modifiers.transform.smoothquant.utils import MAPPINGS_REGISTRY
 
 from quantlab.core.errors import QuantlabError
-from quantlab.quantize.torch_work import EngineJob
+from quantlab.quantize.torch_work import AWQ_SEARCH_TOKENS, EngineJob
 
 _FP8_PRESETS = {"dynamic": "FP8_DYNAMIC", "static": "FP8", "block": "FP8_BLOCK"}
 # Between activations (1) and weights (0). Nothing repairs the activations, so the norms give much; `down_proj` gives
 # less: on the demo model rounded weights after 0.8 there double the divergence (0.024 against 0.011).
 _SMOOTHING, _DOWN_SMOOTHING = 0.8, 0.5
-# One of 20 exponents is chosen: this many tokens tell which. All tokens make up the mean activation of the channels.
-_SEARCH_TOKENS = 2048
 _INPUT_NORM = (["re:.*q_proj$", "re:.*k_proj$", "re:.*v_proj$"], "re:.*input_layernorm$")
 # Gemma 2 and 3: what follows the attention's norm is a sum, not the feed-forward; the library's own table breaks them.
 _GEMMA = (["re:.*gate_proj$", "re:.*up_proj$"], "re:.*pre_feedforward_layernorm$")
@@ -119,7 +117,7 @@ class Awq(AWQModifier):
         for cache in self._parent_args_cache.values():
             batches = cache.batch_intermediates
             if batches:
-                del batches[max(1, _SEARCH_TOKENS // _tokens(batches[0])) :]
+                del batches[max(1, AWQ_SEARCH_TOKENS["llmcompressor"] // _tokens(batches[0])) :]
         super()._apply_smoothing(model)
 
 

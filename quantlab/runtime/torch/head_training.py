@@ -23,6 +23,7 @@ from quantlab.core.result import RuntimeInfo
 from quantlab.runtime.backend import Capacity
 from quantlab.runtime.torch import heads
 from quantlab.runtime.torch.head_data import Windows, answered, beginnings
+from quantlab.runtime.torch.heads_file import HeadsRecord
 from quantlab.runtime.torch.hidden import HiddenBackend
 from quantlab.runtime.worker import Channel
 
@@ -133,7 +134,7 @@ class _Trainer:
         # Of each token its place among the drafted ids.
         self._place = torch.full((self._n_vocab,), _NO_PLACE)
         self._place[self.ids] = torch.arange(len(self.ids))
-        self._bare = heads.HeadsRecord(
+        self._bare = HeadsRecord(
             job.method, job.target, job.target_sha256, hidden_size, self._n_vocab, job.heads, self._scale
         )
         self.module = heads.make(self._bare)
@@ -226,7 +227,7 @@ class _Trainer:
                 made, past = self.module(made[:, -1:], self._embedding[drafted][:, None], past)
         return chains
 
-    def record(self, loss: list[float], agreement: list[float]) -> heads.HeadsRecord:
+    def record(self, loss: list[float], agreement: list[float]) -> HeadsRecord:
         """What the file says of itself."""
         trained = {
             "windows": self._job.windows,

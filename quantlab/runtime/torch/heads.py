@@ -10,41 +10,25 @@ not a tree: a step of a Backend has one token at a position.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812 (the field's name for it)
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
 
 from quantlab.core.errors import QuantlabError
 from quantlab.runtime.backend import Logits, Tokens
+from quantlab.runtime.torch.heads_file import METADATA_KEY, HeadsRecord, checked_record
 from quantlab.runtime.torch.hidden import HiddenBackend
 
-_KEY, _IDS = "quantlab", "draft_ids"
+_IDS = "draft_ids"
 _HEAD_SIZE = 64
 _WIDER = 4
 _ROPE_BASE = 10000.0
 _EPS = 1e-6
-
-
-class HeadsRecord(msgspec.Struct, frozen=True):
-    """What a file of heads is, in its metadata. `target_sha256` is the content of the model that they were made for.
-
-    `scale` divides hidden states, so that they are of size one. `trained` tells how, without any text.
-    """
-
-    method: str
-    target: str
-    target_sha256: str
-    hidden_size: int
-    n_vocab: int
-    heads: int
-    scale: float
-    trained: dict[str, Any] = {}
 
 
 class MedusaHeads(nn.Module):
@@ -121,27 +105,16 @@ def make(record: HeadsRecord) -> nn.Module:
 def save(path: Path, module: nn.Module, record: HeadsRecord, ids: torch.Tensor) -> None:
     """Write heads at a temporary path that the caller renames."""
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in module.state_dict().items()}
-    metadata = {_KEY: msgspec.json.encode(record).decode()}
+    metadata = {METADATA_KEY: msgspec.json.encode(record).decode()}
     save_file({**tensors, _IDS: ids.cpu().to(torch.int32)}, path, metadata=metadata)
-
-
-def read_record(path: Path) -> HeadsRecord:
-    """What a file of heads is; QuantlabError where it is none."""
-    try:
-        with safe_open(path, "pt") as file:
-            return msgspec.json.decode((file.metadata() or {})[_KEY], type=HeadsRecord)
-    except (SafetensorError, OSError, KeyError, msgspec.MsgspecError) as error:
-        raise QuantlabError(
-            f"`{path}` holds no heads of quantlab: {error!r}", "train some: `quantlab speculative train TARGET`"
-        ) from error
 
 
 class _Loaded:
     """A file of heads on the device of its target."""
 
     def __init__(self, target: HiddenBackend, path: Path, method: str, target_sha256: str) -> None:
-        self.record = read_record(path)
-        _check(self.record, target, path, method, target_sha256)
+        self.record = checked_record(path, method, target_sha256)
+        _check_shape(self.record, target, path)
         weight = target.output_weight
         self._module = make(self.record).to(weight.device, weight.dtype).eval()
         with safe_open(path, "pt", device=str(weight.device)) as file:
@@ -163,22 +136,13 @@ class _Loaded:
         return np.asarray((hidden * self._scale @ self._output.T).float().cpu().numpy())
 
 
-def _check(record: HeadsRecord, target: HiddenBackend, path: Path, method: str, target_sha256: str) -> None:
-    hint = "train heads for this target: `quantlab speculative train TARGET`"
-    if record.method != method:
-        raise QuantlabError(f"`{path}` is for {record.method}, not {method}", f"use `--draft {record.method}:PATH`")
+def _check_shape(record: HeadsRecord, target: HiddenBackend, path: Path) -> None:
     n_vocab, hidden_size = target.output_weight.shape
     if (record.n_vocab, record.hidden_size) != (n_vocab, hidden_size):
         raise QuantlabError(
-            f"`{path}` is of another model, `{record.target}`: hidden size {record.hidden_size} and {record.n_vocab} "
-            f"tokens, the target has {hidden_size} and {n_vocab}",
-            hint,
-        )
-    if record.target_sha256 != target_sha256:
-        raise QuantlabError(
-            f"`{path}` is of another model: trained for `{record.target}` of sha256 {record.target_sha256[:12]}, the "
-            f"target's is {target_sha256[:12]}",
-            hint,
+            f"`{path}` does not fit its target `{record.target}`: hidden size {record.hidden_size} and "
+            f"{record.n_vocab} tokens, the target has {hidden_size} and {n_vocab}",
+            "train the heads again",
         )
 
 
@@ -201,6 +165,8 @@ class Eagle(_Loaded):
     def __init__(self, target: HiddenBackend, path: Path, target_sha256: str) -> None:
         super().__init__(target, path, "eagle", target_sha256)
         self._embedding = target.input_weight
+        # A key and a value of the layer.
+        self.kv_bytes_per_token = 2 * self.record.hidden_size * self._output.element_size()
         self._past: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._last: dict[int, torch.Tensor] = {}
 

@@ -10,7 +10,8 @@ import json
 from collections import Counter
 from collections.abc import Callable
 
-from quantlab.bench.prefix_cache.lint.causes import Cause, Difference, value_at
+from quantlab.bench.prefix_cache.lint.causes import Cause, Difference, item, without_space, words
+from quantlab.bench.prefix_cache.lint.forms import value_at
 from quantlab.bench.prefix_cache.lint.log import Request, Segment
 
 ADVICE: dict[Cause, str] = {
@@ -23,6 +24,9 @@ ADVICE: dict[Cause, str] = {
     "tool keys": "write the JSON of the tools with sorted keys",
     "tool set": "send the same tools each time, or those that are always there first",
     "order": "keep one order, such as by id",
+    "turn order": "keep the turns that all requests have in one order",
+    "json keys": "write the JSON with sorted keys",
+    "white space": "write white space in one way: line ends, indentation, empty lines",
     "template": "settle on one text; while both run, send each kind of request to one of them",
     "history": "cut the history seldom and much, not a message each time",
     "stable text behind": "put the text that all requests have before what is their own",
@@ -32,7 +36,7 @@ ADVICE: dict[Cause, str] = {
 # The share of requests from which on a text is one of a template.
 FREQUENT = 0.1
 # Characters around a value that tell its form.
-_LEAST_FORM = 3
+LEAST_FORM = 3
 # A segment that holds so many characters besides the value stays where it is, without the value.
 _LEAST_REST = 24
 
@@ -45,40 +49,37 @@ def repaired(requests: list[Request], found: Difference) -> list[Request]:
 
 def _moved_back(requests: list[Request], found: Difference) -> list[Request]:
     """Segments of the same form as the one that differs, or the values in them, stand at the end of the request."""
-    head, tail = _around(found)
     seldom = texts_of_few(requests)
-
-    def matches(segment: Segment) -> bool:
-        if segment.part != found.part:
-            return False
-        if len(head.strip()) >= _LEAST_FORM:
-            return segment.text.startswith(head)
-        return segment.text.endswith(tail) if len(tail.strip()) >= _LEAST_FORM else seldom(segment.text)
-
+    rests = Counter(_parted(found, segment, seldom)[0] for request in requests for segment in request)
     moved = []
     for request in requests:
         end = request[-1].message if request else 0
         stay, back = list[Segment](), list[Segment]()
         for segment in request:
-            kept, text = _without_value(found.cause, segment.text, head) if matches(segment) else (segment.text, "")
+            kept, text = _parted(found, segment, seldom)
+            if text and rests[kept] < 2:
+                # What is left varies too.
+                kept, text = "", segment.text
             stay += [segment._replace(text=kept)] if kept else []
             back += [Segment("moved", end, text)] if text else []
         moved.append(stay + back)
     return moved
 
 
-def _without_value(cause: Cause, text: str, head: str) -> tuple[str, str]:
-    """What of a segment stays, and what is moved: all of it where the value is most of it."""
-    end = value_at(cause, text, len(head)) if len(head.strip()) >= _LEAST_FORM else None
+def _parted(found: Difference, segment: Segment, seldom: Callable[[str], bool]) -> tuple[str, str]:
+    """What of a segment stays, and what is moved: all of it where the value is most of it, or is not known."""
+    text, head, tail = segment.text, found.head, found.now[found.end :]
+    known = [part for part in (head, tail) if len(part.strip()) >= LEAST_FORM] if found.end else []
+    if segment.part != found.part:
+        return text, ""
+    if not known:
+        return ("", text) if seldom(text) else (text, "")
+    if not text.startswith(head) or (known[0] is tail and not text.endswith(tail)):
+        return text, ""
+    end = value_at(found.cause, text, len(head))
     if end is None or len(text[end:].strip()) < _LEAST_REST:
         return "", text
     return head + text[end:], text[len(head) : end] + "\n"
-
-
-def _around(found: Difference) -> tuple[str, str]:
-    """What stands before and behind the value in its segment."""
-    before, value, behind = found.now.partition(found.value) if found.value else ("", "", "")
-    return (before, behind) if value else ("", "")
 
 
 def texts_of_few(requests: list[Request]) -> Callable[[str], bool]:
@@ -110,19 +111,98 @@ def _canonical(text: str) -> str:
 
 
 def _one_order(requests: list[Request], found: Difference) -> list[Request]:
-    """Lines that several requests have, of the part that differs, in one order: the most frequent first."""
+    """Lines that several requests have, of the part that differs, in one order: the most frequent first.
+
+    Where they are numbered by their place, the numbers stay.
+    """
     lined = [_lines(request) for request in requests]
-    frequency = Counter(text for request in lined for text in {s.text for s in request if s.part == found.part})
+    texts = {s.text for request in lined for s in request if s.part == found.part}
+    # A label that always goes with its text is a part of it.
+    numbered = len(texts) > len({item(text) for text in texts})
+    name: Callable[[str], str] = item if numbered else str
+    frequency = Counter(text for request in lined for text in {name(s.text) for s in request if s.part == found.part})
 
     def in_order(request: Request) -> Request:
-        places = [i for i, s in enumerate(request) if s.part == found.part and frequency[s.text] > 1]
-        ordered = sorted((request[i] for i in places), key=lambda s: (s.message, -frequency[s.text], s.text))
+        places = [i for i, s in enumerate(request) if s.part == found.part and frequency[name(s.text)] > 1]
+        moved = sorted(((request[i].message, name(request[i].text)) for i in places), key=rank)
         result = list(request)
-        for place, segment in zip(places, ordered, strict=True):
-            result[place] = segment
+        for i, (_, text) in zip(places, moved, strict=True):
+            here = request[i].text
+            result[i] = request[i]._replace(text=here.replace(name(here), text) if name(here) else here)
         return result
 
-    return [in_order(request) for request in lined]
+    def rank(moved: tuple[int, str]) -> tuple[int, int, str]:
+        return moved[0], -frequency[moved[1]], moved[1]
+
+    forms = _usual_forms(lined, found)
+    return [_of_one_form(in_order(request), forms) for request in lined]
+
+
+def _sorted_words(requests: list[Request], found: Difference) -> list[Request]:
+    """Segments that differ only in the order of their words are the first of them."""
+    forms = _usual_forms(requests, found)
+    return [_of_one_form(request, forms) for request in requests]
+
+
+def _usual_forms(requests: list[Request], found: Difference) -> dict[tuple[str, ...], str]:
+    forms: dict[tuple[str, ...], str] = {}
+    for request in requests:
+        for segment in request:
+            if segment.part == found.part:
+                forms.setdefault(words(segment.text), segment.text)
+    return forms
+
+
+def _of_one_form(request: Request, forms: dict[tuple[str, ...], str]) -> Request:
+    return [segment._replace(text=forms.get(words(segment.text), segment.text)) for segment in request]
+
+
+def _one_order_of_turns(requests: list[Request], found: Difference) -> list[Request]:
+    """Turns that several requests have, each with its answer, in one order: the most frequent first."""
+    parted = [_turns(request, found.part) for request in requests]
+    frequency = Counter(text for turns in parted for text in {_said(turn) for turn in turns[1:]})
+
+    def in_order(turns: list[Request]) -> Request:
+        places = [i for i, turn in enumerate(turns) if i and frequency[_said(turn)] > 1]
+        result = list(turns)
+        ordered = sorted((turns[i] for i in places), key=lambda turn: (-frequency[_said(turn)], _said(turn)))
+        for place, turn in zip(places, ordered, strict=True):
+            first = turns[place][0].message - turn[0].message
+            result[place] = [s._replace(message=s.message + first) for s in turn]
+        return [segment for turn in result for segment in turn]
+
+    return [in_order(turns) for turns in parted]
+
+
+def _turns(request: Request, part: str) -> list[Request]:
+    """What stands before the first message of `part`, then each message of it with those up to the next."""
+    turns: list[Request] = [[]]
+    before = None
+    for segment in request:
+        if segment.part == part and segment.message != before:
+            turns.append([])
+        before = segment.message
+        turns[-1].append(segment)
+    return turns
+
+
+def _said(turn: Request) -> str:
+    return "".join(segment.text for segment in turn)
+
+
+def _one_white_space(requests: list[Request], found: Difference) -> list[Request]:
+    """Segments that differ only in white space are the first of them; those of nothing else are left out."""
+    forms: dict[str, str] = {}
+    result = []
+    for request in requests:
+        kept = [segment for segment in request if segment.part != found.part or segment.text.strip()]
+        result.append(
+            [
+                s._replace(text=forms.setdefault(without_space(s.text), s.text)) if s.part == found.part else s
+                for s in kept
+            ]
+        )
+    return result
 
 
 def _lines(request: Request) -> Request:
@@ -172,6 +252,9 @@ _REPAIRS: dict[Cause, Callable[[list[Request], Difference], list[Request]]] = {
     "tool keys": _sorted_tools,
     "tool set": _sorted_tools,
     "order": _one_order,
+    "turn order": _one_order_of_turns,
+    "json keys": _sorted_words,
+    "white space": _one_white_space,
     "template": _one_template,
     "stable text behind": _stable_first,
     "history": _as_it_is,

@@ -8,6 +8,7 @@ frames them is not known: tools come first, then the messages in their order, as
 from __future__ import annotations
 
 import ast
+import contextlib
 import json
 import re
 from collections.abc import Iterator
@@ -21,8 +22,8 @@ from quantlab.core.files import os_error
 _WRAPPERS = ("body", "request", "params", "kwargs", "payload", "input")
 _TEXTS = ("prompt", "text", "input", "content")
 _TOOLS = ("tools", "functions")
-# After a line, and after a sentence before the next begins.
-_CUT = re.compile(r"(?<=\n)|(?<=[.!?])(?=\s+\S)")
+# After a line, and after a sentence before the next begins; `5.` of a date or a list is no end.
+_CUT = re.compile(r"(?<=\n)|(?<=[。！？])(?!\n)|(?<!\b\d\.)(?<!\b\d\d\.)(?<=[.!?])(?=[ \t]+\S)")
 # A request in the text log of vLLM (`--enable-log-requests`): its prompt as Python writes a string.
 _VLLM = re.compile(
     r"\b(?:Received request|Request) \S+ ?(?:details)?: prompt: "
@@ -49,20 +50,37 @@ def read_log(path: Path) -> list[Request]:
         raise os_error(error, path) from error
     except UnicodeDecodeError as error:
         raise QuantlabError(f"`{path}` is not UTF-8 text: byte {error.start}", "convert it to UTF-8") from error
-    if prompts := _VLLM.findall(text):
-        # What else a server writes is no request.
-        return [list(segments("prompt", 0, ast.literal_eval(prompt))) for prompt in prompts]
+    requests = _of_server(text) or _of_lines(text, path)
+    if not any(requests):
+        raise QuantlabError(f"`{path}` holds no requests", "give a log with one request a line")
+    return requests
+
+
+def _of_server(text: str) -> list[Request]:
+    """The requests that vLLM wrote; none where it is another log. What else a server writes is no request."""
+    requests = []
+    for prompt in _VLLM.findall(text):
+        with contextlib.suppress(ValueError, SyntaxError):
+            requests.append(list(segments("prompt", 0, ast.literal_eval(prompt))))
+    return requests
+
+
+def _of_lines(text: str, path: Path) -> list[Request]:
     requests = []
     for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():
             continue
         try:
-            requests.append(list(_segments(_value(line))))
+            found = _segments(_value(line))
+            requests.append([Segment(_encodable(s.part), s.message, _encodable(s.text)) for s in found])
         except (ValueError, RecursionError) as error:
             raise QuantlabError(f"line {number} of `{path}`: {error}", "correct or remove the line") from error
-    if not requests:
-        raise QuantlabError(f"`{path}` holds no requests", "give a log with one request a line")
     return requests
+
+
+def _encodable(text: str) -> str:
+    """JSON can hold halves of characters, as escapes, which no output takes."""
+    return text.encode("utf-8", "replace").decode("utf-8")
 
 
 def segments(part: str, message: int, text: str) -> Iterator[Segment]:
@@ -89,7 +107,7 @@ def _segments(value: Any) -> Iterator[Segment]:
         raise ValueError("neither a text nor an object")
     request = _unwrapped(value)
     for name in _TOOLS:
-        for tool in request.get(name) or []:
+        for tool in tools if isinstance(tools := request.get(name), list) else []:
             yield Segment("tools", -1, json.dumps(tool, ensure_ascii=False) + "\n")
     messages = _messages(request)
     if messages is None:

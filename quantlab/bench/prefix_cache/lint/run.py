@@ -8,6 +8,7 @@ in which requests were really served, and the size of its cache.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,11 +16,11 @@ import msgspec
 import numpy as np
 
 from quantlab.bench.prefix_cache.lint.causes import Difference, difference
-from quantlab.bench.prefix_cache.lint.fixes import ADVICE, repaired, texts_of_few
+from quantlab.bench.prefix_cache.lint.fixes import ADVICE, LEAST_FORM, repaired, texts_of_few
 from quantlab.bench.prefix_cache.lint.log import Request, read_log
 from quantlab.bench.prefix_cache.lint.tokens import Pieces
 from quantlab.bench.prefix_cache.theory import hit_rate, reusable_tokens
-from quantlab.bench.prefix_cache.why import misses
+from quantlab.bench.prefix_cache.why import common_prefix, misses
 from quantlab.core.errors import UsageError
 from quantlab.core.model import ModelFile
 from quantlab.core.progress import Progress, silent
@@ -148,11 +149,18 @@ def _finding(lost: _Lost, rate: float) -> Finding:
         len(lost.tokens),
         sum(lost.tokens),
         lost.share,
-        found.earlier.strip()[:_SHOWN],
-        found.now.strip()[:_SHOWN],
+        *_shown(found),
         ADVICE[found.cause],
         rate,
     )
+
+
+def _shown(found: Difference) -> tuple[str, str]:
+    """The beginnings of both texts; of white space the place where it differs, with what it is."""
+    if found.cause != "white space":
+        return found.earlier.strip()[:_SHOWN], found.now.strip()[:_SHOWN]
+    start = max(0, common_prefix(found.earlier, found.now) - _SHOWN // 2)
+    return repr(found.earlier[start:][:_SHOWN])[1:-1], repr(found.now[start:][:_SHOWN])[1:-1]
 
 
 def _worst(requests: list[Request], block_tokens: int, handled: set[str]) -> _Lost | None:
@@ -160,7 +168,7 @@ def _worst(requests: list[Request], block_tokens: int, handled: set[str]) -> _Lo
     pieces, ids = [Pieces(request) for request in requests], _ids(requests)
     total = sum(map(len, ids))
     seldom = texts_of_few(requests)
-    groups: dict[str, tuple[Difference, list[int], float]] = {}
+    groups: dict[str, _Group] = {}
     for miss in misses([one.tolist() for one in ids], block_tokens):
         if miss.lost < _LEAST_BLOCKS * block_tokens:
             continue
@@ -168,24 +176,47 @@ def _worst(requests: list[Request], block_tokens: int, handled: set[str]) -> _Lo
         found = difference(
             requests[miss.against], at[0], requests[miss.request], at[1], frequent=lambda t: not seldom(t)
         )
-        if found.part == "moved":
-            continue
-        _, lost, alone = groups.get(found.key, (found, [], 0.0))
-        share = miss.lost / len(ids[miss.request])
-        groups[found.key] = (found, [*lost, miss.lost], max(alone, share))
-    worth = [
-        (found, lost)
-        for key, (found, lost, alone) in groups.items()
-        if key not in handled
-        and (
-            (len(lost) > 1 and sum(lost) >= (_WORTH_TELLING if found.part in _SETUP else _WORTH_IN_TALK) * total)
-            or (found.part in _SETUP and alone >= _WORTH_ALONE)
-        )
-    ]
+        if found.part != "moved":
+            group = groups.setdefault(found.key, _Group(found))
+            group.lost.append(miss.lost)
+            group.alone = max(group.alone, miss.lost / len(ids[miss.request]))
+    worth = [group for group in _joined(groups.values()) if group.found.key not in handled and group.is_worth(total)]
     if not worth:
         return None
-    found, lost = max(worth, key=lambda group: sum(group[1]))
-    return _Lost(found, lost, sum(lost) / total)
+    worst = max(worth, key=lambda group: sum(group.lost))
+    return _Lost(worst.found, worst.lost, sum(worst.lost) / total)
+
+
+class _Group:
+    """Requests with one difference, what each loses, and the largest share that one loses of its own tokens."""
+
+    def __init__(self, found: Difference) -> None:
+        self.found, self.alone = found, 0.0
+        self.lost: list[int] = []
+
+    def is_worth(self, total: int) -> bool:
+        """Whether it is worth a change, of so many tokens of all requests."""
+        setup = self.found.part in _SETUP
+        least = (_WORTH_TELLING if setup else _WORTH_IN_TALK) * total
+        return (len(self.lost) > 1 and sum(self.lost) >= least) or (setup and self.alone >= _WORTH_ALONE)
+
+
+def _joined(groups: Iterable[_Group]) -> list[_Group]:
+    """The groups; where a value stands behind another one of the same segment, its requests are of the first one's."""
+    joined: list[_Group] = []
+    for group in sorted(groups, key=lambda group: len(group.found.head)):
+        head, part = group.found.head, group.found.part
+        first = next((g for g in joined if g.found.part == part and _begins(head, g.found.head)), None)
+        if first is None:
+            joined.append(group)
+        else:
+            first.lost += group.lost
+            first.alone = max(first.alone, group.alone)
+    return joined
+
+
+def _begins(head: str, shorter: str) -> bool:
+    return len(shorter.strip()) >= LEAST_FORM and head.startswith(shorter)
 
 
 def _ids(requests: list[Request]) -> list[Tokens]:
