@@ -19,10 +19,11 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from quantlab.bench.batching import bench, mixed, open_loop
+from quantlab.bench.batching import mixed, open_loop
 from quantlab.bench.batching.batch_sizes import decode_step_s
 from quantlab.bench.batching.calibration import calibrate
 from quantlab.bench.batching.load import BATCH_LENGTH, Lengths, lengths
+from quantlab.bench.batching.opening import needed_context
 from quantlab.bench.batching.serve import N_BATCH, N_UBATCH, Run
 from quantlab.bench.batching.spec import BatchingSpec
 from quantlab.bench.batching.target import EngineTarget, SimulatedTarget, opened_engine
@@ -82,9 +83,7 @@ def _engine(spec: BatchingSpec) -> Iterator[tuple[EngineTarget, Lengths, int]]:
     """The model in a child process as the bench opens it, requests of seed 0, and the context that any seed needs."""
     drawn = lengths(spec)
     longest = math.floor((1 + spec.random_range_ratio) * spec.new_tokens) * BATCH_LENGTH
-    n_ctx = max(
-        bench.needed_context(spec, drawn), math.floor((1 + spec.random_range_ratio) * spec.prompt_tokens) + longest
-    )
+    n_ctx = max(needed_context(spec, drawn), math.floor((1 + spec.random_range_ratio) * spec.prompt_tokens) + longest)
     with opened_engine(spec, n_ctx, spec.max_num_seqs) as engine:
         yield engine, drawn, n_ctx
 

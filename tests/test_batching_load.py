@@ -63,6 +63,8 @@ def spec(model: ModelFile = FILE, **options: Any) -> BatchingSpec:
         ({"length_scale": 0.5}, "`--length-scale` is of a trace", "--trace"),
         ({"simulate": True, "flops_per_s": 1e12}, "a roofline needs", "all three"),
         ({"bandwidth_bytes_per_s": 1e12, "flops_per_s": 1e12}, "a roofline needs", "all three"),
+        ({"simulate": True, "bandwidth_bytes_per_s": 1e-300, "flops_per_s": 1e12}, "bandwidth", "3.35e12"),
+        ({"simulate": True, "bandwidth_bytes_per_s": 1e12, "flops_per_s": float("nan")}, "flops", "3.35e12"),
         ({"served_model": "x"}, "`--model` names a model of an endpoint", "leave it out"),
         ({"dtype": "float8"}, "unknown dtype", "float"),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -164,3 +165,9 @@ def test_real_time_is_stamped_and_learnt(backend: Backend, pool: Any) -> None:
     total = sum(step.forward_s for step in engine.steps)
     assert sum(found.model.seconds(step.shape) for step in engine.steps) == pytest.approx(total, rel=0.8)
     assert sum(step.overhead_s for step in engine.steps) > 0
+
+
+def test_the_benchmarks_can_be_imported() -> None:
+    """They run by hand: a name that moved would be seen late."""
+    for name in ("benchmarks", "engine_benchmarks", "engine_benchmarks_model"):
+        importlib.import_module(f"tests.{name}")

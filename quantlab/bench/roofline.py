@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from quantlab.core.artifact import gguf_shards, stored_weights
+from quantlab.core.errors import UsageError
 from quantlab.core.gguf_file import kv_bytes_per_token, read_header
 from quantlab.core.hf_config import kv_values_per_token, text_config
 from quantlab.core.result import ModelInfo
@@ -15,6 +16,9 @@ from quantlab.runtime.step_model import Roofline
 # What configurations call the experts of a layer: Mixtral, Qwen, DeepSeek.
 _COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
+# From below what any device had to above what one will have soon: outside, step times leave what arithmetic can hold.
+_BANDWIDTHS, _FLOPS = (1e6, 1e18), (1e6, 1e21)
+
 
 class Experts(NamedTuple):
     """The experts of a model: so many in a layer, `used` by a token; bytes and weights of all layers together."""
@@ -23,6 +27,22 @@ class Experts(NamedTuple):
     used: int
     size_bytes: int
     params: int
+
+
+def check_device(bandwidth_bytes_per_s: float | None, flops_per_s: float | None, *, simulate: bool) -> None:
+    """Raise UsageError for numbers that are of no device, or where one is missing."""
+    given = {"bandwidth": (bandwidth_bytes_per_s, _BANDWIDTHS), "flops": (flops_per_s, _FLOPS)}
+    for name, (value, (least, most)) in given.items():
+        if value is not None and not least <= value <= most:
+            raise UsageError(
+                f"`--{name}` {value:g}", f"give bytes or operations a second: from {least:g} to {most:g}, 3.35e12"
+            )
+    n_given = sum(value is not None for value, _ in given.values())
+    if n_given and not (simulate and n_given == len(given)):
+        raise UsageError(
+            "a roofline needs `--simulate`, `--bandwidth` and `--flops`",
+            "give all three, or `--simulate` alone for a step model fitted on this machine",
+        )
 
 
 def roofline(

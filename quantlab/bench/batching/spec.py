@@ -7,6 +7,7 @@ import re
 
 import msgspec
 
+from quantlab.bench.roofline import check_device
 from quantlab.core.errors import UsageError, unknown_name
 from quantlab.core.model import ModelFile
 from quantlab.core.result import DEVICES, DTYPES
@@ -131,15 +132,14 @@ class BatchingSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def _check_numbers(self) -> None:
         positive = {"rate": self.rate, "utilization": self.utilization}
-        for name in ("mixed_utilization", "burstiness", "ttft_slo_s", "tpot_slo_s", "length_scale",
-                     "bandwidth_bytes_per_s", "flops_per_s"):  # fmt: skip
+        for name in ("mixed_utilization", "burstiness", "ttft_slo_s", "tpot_slo_s", "length_scale"):
             value = getattr(self, name)
             positive[name] = None if value is None else [value]
         for name, values in positive.items():
             for value in values or ():
                 if not (value > 0 and (math.isfinite(value) or name == "burstiness")):
-                    option = name.removesuffix("_bytes_per_s").removesuffix("_per_s").removesuffix("_s")
-                    raise UsageError(f"`--{option.replace('_', '-')}` {value:g}", "give a number above zero")
+                    option = name.removesuffix("_s").replace("_", "-")
+                    raise UsageError(f"`--{option}` {value:g}", "give a number above zero")
             if values == []:
                 raise UsageError(f"`--{name}` names nothing", "give at least one number")
         for value in (*self.utilization, self.mixed_utilization):
@@ -155,12 +155,7 @@ class BatchingSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise UsageError(f"`--ageing` {self.ageing_s}", "give seconds from 0 on")
 
     def _check_roofline(self) -> None:
-        given = [self.bandwidth_bytes_per_s is not None, self.flops_per_s is not None]
-        if any(given) and not (self.simulate and all(given)):
-            raise UsageError(
-                "a roofline needs `--simulate`, `--bandwidth` and `--flops`",
-                "give all three, or `--simulate` alone for a step model fitted on this machine",
-            )
+        check_device(self.bandwidth_bytes_per_s, self.flops_per_s, simulate=self.simulate)
         if self.replicas > 1 and not self.simulate:
             raise UsageError(f"`--replicas {self.replicas}` of a real model", "replicas are simulated: `--simulate`")
         if self.prefix_cache_tokens is not None and not (self.simulate and self.trace):

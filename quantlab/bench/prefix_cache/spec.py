@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterable
 
 import msgspec
 
+from quantlab.bench.roofline import check_device
 from quantlab.core.errors import UsageError, unknown_name
 from quantlab.core.model import ModelFile
 from quantlab.core.result import DEVICES, DTYPES
@@ -78,15 +78,7 @@ class PrefixCacheSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise UsageError("`--model` names a model of an endpoint", "leave it out for files")
 
     def _check_simulation(self) -> None:
-        given = [self.bandwidth_bytes_per_s, self.flops_per_s]
-        for value in given:
-            if value is not None and not 0 < value < math.inf:
-                raise UsageError(f"{value} bytes or FLOP per second", "give a number above 0")
-        if any(given) and not (self.simulate and all(given)):
-            raise UsageError(
-                "a roofline needs `--simulate`, `--bandwidth` and `--flops`",
-                "give all three, or `--simulate` alone for a step model fitted on this machine",
-            )
+        check_device(self.bandwidth_bytes_per_s, self.flops_per_s, simulate=self.simulate)
         if self.simulate and self.endpoint:
             raise UsageError("an endpoint is not simulated", "leave `--simulate` out, or give the model's files")
 
