@@ -6,31 +6,41 @@ import msgspec
 
 from quantlab.bench.batching import batch_sizes, open_loop
 from quantlab.bench.batching.load import Asked, Lengths
-from quantlab.bench.batching.serve import Calibrated, Cell
+from quantlab.bench.batching.serve import Calibrated, Cell, Run
 from quantlab.bench.batching.spec import BatchingSpec
 from quantlab.bench.batching.target import EngineTarget
+from quantlab.bench.batching.theory import saturated
 from quantlab.core.progress import Progress
 
-# Requests of the saturated load, beside batches that decode.
-_CALIBRATION_REQUESTS = 24
+# Requests of each load, beside batches that decode.
+_REQUESTS = 24
+# Of the capacity. A step amid others of its kind is some 4% faster than among arrivals, idle times and prompts.
+_LOAD = 0.7
 # Kernels take rows by fours or eights: up to here each batch has a cost of its own.
 _EVERY_BATCH = 16
 
 
 def calibrate(spec: BatchingSpec, drawn: Lengths, engine: EngineTarget, progress: Progress) -> Calibrated:
-    """The step model of a short run: batches up to `max_num_seqs` alone (every one up to 16), and a saturated load."""
-    n = _CALIBRATION_REQUESTS
-    few = open_loop.saturate(spec, Lengths(drawn.prompt[:n], drawn.new[:n], drawn.gaps[:n]))
+    """The step model of a short run: a saturated and an open load, and batches up to `max_num_seqs` (each up to 16)."""
+    first = Lengths(drawn.prompt[:_REQUESTS], drawn.new[:_REQUESTS], drawn.gaps[:_REQUESTS])
+    at_once = open_loop.saturate(spec, first)
+    batches = _batches(spec.max_num_seqs) * spec.repeats
+    done = 0
+
+    def run(cell: Cell) -> Run:
+        nonlocal done
+        found = engine.run(cell)
+        done += 1
+        progress("fitting the step model", done, 3 + len(batches))
+        return found
+
     # The first load warms up, and its steps are not counted.
-    cells = [msgspec.structs.replace(few, requests=few.requests[:2]), few]
-    cells += [
-        Cell([Asked(spec.prompt_tokens, batch_sizes.new_tokens(spec), 0.0)] * batch, batch, spec.max_num_batched_tokens)
-        for _ in range(spec.repeats)
-        for batch in _batches(spec.max_num_seqs)
-    ]
-    for done, one in enumerate(cells):
-        engine.run(one)
-        progress("fitting the step model", done + 1, len(cells))
+    run(msgspec.structs.replace(at_once, requests=at_once.requests[:2]))
+    mu = saturated(run(at_once).records, spec.max_num_seqs).mu
+    run(open_loop.alone(open_loop.cell(spec, first, _LOAD * mu, policy="fcfs")))
+    asked = Asked(spec.prompt_tokens, batch_sizes.new_tokens(spec), 0.0)
+    for batch in batches:
+        run(Cell([asked] * batch, batch, spec.max_num_batched_tokens))
     return engine.calibrated()
 
 
