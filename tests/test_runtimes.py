@@ -80,7 +80,7 @@ def test_a_runtime_that_does_not_read_a_model_is_wrong_use(
     assert in_torch([plain, gguf], {"runtime": "llamacpp"}) == [False, False]
     with pytest.raises(UsageError, match=r"tiny.gguf` is a GGUF file, and torch reads none") as caught:
         in_torch([plain, gguf], {"runtime": "torch"})
-    assert "leave `--runtime` out" in caught.value.hint
+    assert "give the folder" in caught.value.hint
     with pytest.raises(UsageError, match=r"quantized` is a folder quantized with awq, and llama.cpp reads none"):
         in_torch([plain, quantized], {"runtime": "llamacpp"})
     with pytest.raises(UsageError, match=r"unknown runtime `llama\.cpp`") as caught:

@@ -86,13 +86,13 @@ def test_a_prompt_that_is_in_two_batches_counts_in_both_and_fillers_of_a_shape_r
 
 
 def test_rounding_is_told_from_a_fault() -> None:
-    (near,) = notices.of_divergence(Divergence(9, 0.2, 0.9, 0.004, 0.001))
-    (far,) = notices.of_divergence(Divergence(9, 0.0, 0.5, 1.2, 0.5))
+    (near,) = notices.of_divergence(Divergence(9, 0.2, 0.9, 0.004, 0.001), 3)
+    (far,) = notices.of_divergence(Divergence(9, 0.0, 0.5, 1.2, 0.5), 3)
     assert (near.code, far.code) == ("not-bit-stable", "output-differs")
-    assert "20.0% of the plain answers" in near.message and "90.0% of the answers with drafts" in near.message
+    assert "20.0% of the plain answers" in near.message and "90.0% of the answers with 3 draft tokens" in near.message
     # Equal to plain decoding in steps of the same shape: whatever the logits of another shape say.
-    (same,) = notices.of_divergence(Divergence(9, 0.2, 1.0, 1.2, 0.1))
+    (same,) = notices.of_divergence(Divergence(9, 0.2, 1.0, 1.2, 0.1), 3)
     # Kernels that move logits this far explain it.
-    (coarse,) = notices.of_divergence(Divergence(9, 0.2, 0.9, 0.3, 0.2))
+    (coarse,) = notices.of_divergence(Divergence(9, 0.2, 0.9, 0.3, 0.2), 3)
     assert same.code == coarse.code == "not-bit-stable"
-    assert not list(notices.of_divergence(None))
+    assert not list(notices.of_divergence(None, 3))

@@ -58,7 +58,7 @@ def check_runtime(model: ModelFile, runtime: str) -> bool:
         if runtime == "torch":
             raise UsageError(
                 f"`{model.source}` is a GGUF file, and torch reads none",
-                "leave `--runtime` out, or give the folder that the file was made from",
+                "give the folder that the file was made from; without torch llama.cpp runs the file itself",
             )
         return False
     config = quantization(path)

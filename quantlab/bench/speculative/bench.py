@@ -120,7 +120,7 @@ class _Draft:
             if spec.temperature == 0:
                 advance = partial(self._advance, f"{stage}, answers that differ", i, len(rows))
                 divergence = session.divergence(groups, k, advance)
-            said = [*notices.of_groups(groups), *notices.of_divergence(divergence)]
+            said = [*notices.of_groups(groups), *notices.of_divergence(divergence, k)]
             yield self._outcome("k", (found.measurements, self._details(found, divergence) | in_theory), said)
 
     def _advance(self, stage: str, done: int, total: int, more: float) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from quantlab.bench.notices import FEW_REPEATS
-from quantlab.bench.speculative.cell import Ready
+from quantlab.bench.speculative.cell import ADAPTIVE, Ready
 from quantlab.bench.speculative.points import Group
 from quantlab.bench.speculative.session import Divergence
 from quantlab.bench.speculative.spec import SpeculativeSpec
@@ -63,13 +63,14 @@ def of_groups(groups: list[Group]) -> Iterator[Notice]:
         )
 
 
-def of_divergence(found: Divergence | None) -> Iterator[Notice]:
-    """Answers that are not those of plain decoding."""
+def of_divergence(found: Divergence | None, k: int) -> Iterator[Notice]:
+    """Answers with drafts of `k` that are not those of plain decoding."""
     if found is None:
         return
+    drafts = "drafts of a length that adapts" if k == ADAPTIVE else f"{k} draft tokens"
     changed = (
         f"{found.natural:.1%} of the plain answers change when every step has the shape of a verify, and "
-        f"{found.same_shape:.1%} of the answers with drafts are those"
+        f"{found.same_shape:.1%} of the answers with {drafts} are those"
     )
     # Both tokens' logits move.
     if found.widest_gap < max(_ROUNDING, 2 * found.moved) or found.same_shape == 1:
