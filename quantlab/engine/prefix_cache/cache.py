@@ -173,16 +173,22 @@ class PrefixCache:
 
     def _slot(self, needed: list[Block]) -> int:
         """An empty sequence of the backend, which is not made at the cost of the `needed` blocks; these have a user."""
+        slot = self._taken(needed)
+        if slot is None:
+            raise QuantlabError(
+                f"{len(self._leases)} sequences run and the prefix cache has no other for the next",
+                "open the backend with a larger `n_seq`, or lower `max_num_seqs`",
+            )
+        return slot
+
+    def _taken(self, needed: list[Block]) -> int | None:
+        """The same; None, and no user more, where there is none."""
         for block in needed:
             block.users += 1
         slot = self._residency.take()
         if slot is None:
             for block in needed:
                 block.users -= 1
-            raise QuantlabError(
-                f"{len(self._leases)} sequences run and the prefix cache has no other for the next",
-                "open the backend with a larger `n_seq`, or lower `max_num_seqs`",
-            )
         return slot
 
     def _last(self, lease: Lease) -> Block:
@@ -262,12 +268,8 @@ class PrefixCache:
 
         None where there is no other slot.
         """
-        for block in found:
-            block.users += 1
-        to = self._residency.take()
+        to = self._taken(found)
         if to is None:
-            for block in found:
-                block.users -= 1
             return None
         self._backend.share(next(iter(found[-1].slots)), to, self.block_tokens * (found[-1].index + 1))
         self._backend.share(slot, to, n_tokens)
