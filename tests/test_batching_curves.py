@@ -91,7 +91,7 @@ def test_a_decode_step_is_timed_while_all_decode() -> None:
 
 def told(rate: float, verdict: Any) -> Judged:
     none = Interval(rate, None, None)
-    return Judged(rate, verdict == "meets", verdict, None, None, none, none, 0.0)
+    return Judged(rate, verdict == "meets", verdict, None, None, none, none, 0.0, 0.95, None)
 
 
 def searched(threshold: float, mu: float = 1.0, width: float = 0.0, known: list[Judged] | None = None) -> Search:
@@ -113,6 +113,16 @@ def test_bisection_finds_the_threshold(threshold: float) -> None:
     assert failing is not None
     assert highest.rate <= threshold < failing.rate
     assert failing.rate - highest.rate <= 0.06
+
+
+@pytest.mark.parametrize("beyond", [1.2, 5.0, 100.0])
+def test_a_load_beyond_the_capacity_does_not_stretch_the_search(beyond: float) -> None:
+    """`searched` counts the rates: the confidence is split over no more of them."""
+    search = searched(0.5, known=[told(0.3, "meets"), told(beyond, "fails")])
+    highest, _, failing = search.answer()
+    assert highest is not None and 0.44 <= highest.rate <= 0.5
+    assert failing is not None and 0.5 < failing.rate <= 0.6
+    assert all(judged.rate <= 1 for judged in search.judged[2:])
 
 
 def test_the_answer_is_what_was_seen_and_what_is_decided_about_it() -> None:

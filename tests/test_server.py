@@ -283,3 +283,17 @@ def test_a_new_connection_that_fails_is_not_replaced() -> None:
         got, _ = ask(server, texts(6))
     assert [g.outcome for g in got] == ["connection_error"] * 6
     assert len(seen) == 6 + 1, "the first questions left one connection; only who took it asks again"
+
+
+def test_a_request_that_the_server_worked_on_is_not_sent_again() -> None:
+    seen = []
+
+    async def script(body: dict[str, Any], reply: Reply) -> None:
+        seen.append(body["prompt"])
+        await asyncio.sleep(0.4)
+        reply.abort()
+
+    with FakeServer(script) as server:
+        got, _ = ask(server, texts(1))
+    assert [g.outcome for g in got] == ["connection_error"]
+    assert seen == ["p0"]

@@ -199,6 +199,20 @@ def test_a_batch_that_was_measured_often_has_a_cost_of_its_own() -> None:
         assert found.seconds(StepShape(0, 0, seqs, 40 * seqs)) == pytest.approx(expected, rel=1e-3)
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_beyond_the_largest_batch_the_line_is_that_of_a_doubling(seed: int) -> None:
+    """Batches of 1 to 8, each measured often, kernels by fours: 7 and 8 alone would say that more cost nothing."""
+    rng = random.Random(seed)
+    truth = {1: 6.0, 2: 10.5, 3: 13.0, 4: 14.4, 5: 19.0, 6: 20.5, 7: 21.5, 8: 19.8}
+    steps = [
+        MeasuredStep(StepShape(0, 0, n, n * rng.randint(10, 90)), 1e-3 * ms * rng.lognormvariate(0, 0.02))
+        for n, ms in truth.items()
+        for _ in range(90)
+    ]
+    # From 4 to 8 it is 1.35 ms a sequence.
+    assert fit(steps).model.batch(16) == pytest.approx(1e-3 * (19.8 + 8 * 1.35), rel=0.08)
+
+
 def test_groups_cost_what_their_passes_cost() -> None:
     truth = StepModel(0.01, 1e-3, 1e-5, 2e-3, 1e-4, group_s=0.009)
     steps = _steps(truth, 400, 0.0)

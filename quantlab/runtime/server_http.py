@@ -15,6 +15,7 @@ import datetime
 import email.utils
 import ipaddress
 import json
+import math
 import os
 import time
 from collections.abc import Awaitable, Callable
@@ -29,7 +30,7 @@ KEY_VARIABLE = "OPENAI_API_KEY"
 # Servers close idle connections after some seconds (uvicorn: 5); one that is about to be closed must not be used again.
 _KEEPALIVE_S = 2.0
 # Others close them after so many requests (llama-server: 100), some without a word: then the next one fails at once.
-_STALE_S = 1.0
+_STALE_S = 0.25
 # How long the end of a stream may take after its [DONE]; then the connection is given up.
 _END_S = 1.0
 _ABOUT_TIMEOUT_S = 20.0
@@ -52,7 +53,7 @@ class Connections:
             self._headers["Authorization"] = f"Bearer {self._key}"
         self._tls = httpx.create_ssl_context()
         self._proxies = not _local(httpx.URL(self.base).host)
-        self._idle: list[httpx.AsyncClient] = []
+        self._idle: list[tuple[httpx.AsyncClient, float]] = []
 
     def redacted(self, text: str) -> str:
         """A text of the server without our key, which some servers repeat in their errors."""
@@ -95,26 +96,28 @@ class Connections:
         self, send: Callable[[httpx.AsyncClient], Awaitable[_Found]], began: Callable[[], bool]
     ) -> _Found:
         """Send; once more on a new connection where one that was used before is found closed, and no answer began."""
-        reused, at = bool(self._idle), time.perf_counter()
-        client = self._take()
+        at = time.perf_counter()
+        client, used_s = self._take()
+        reused = at - used_s < _KEEPALIVE_S
         try:
             return await send(client)
         except (httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError):
             if not reused or began() or time.perf_counter() - at > _STALE_S:
                 raise
-            await client.aclose()
-            client = self._new()
+            closed, client = client, self._new()
+            await closed.aclose()
             return await send(client)
         finally:
-            self._idle.append(client)
+            self._idle.append((client, time.perf_counter()))
 
     async def close(self) -> None:
         """Close every connection."""
         while self._idle:
-            await self._idle.pop().aclose()
+            await self._idle.pop()[0].aclose()
 
-    def _take(self) -> httpx.AsyncClient:
-        return self._idle.pop() if self._idle else self._new()
+    def _take(self) -> tuple[httpx.AsyncClient, float]:
+        """A client, and when its connection was used last."""
+        return self._idle.pop() if self._idle else (self._new(), -math.inf)
 
     def _new(self) -> httpx.AsyncClient:
         return httpx.AsyncClient(

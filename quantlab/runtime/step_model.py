@@ -264,7 +264,10 @@ def fit(steps: Sequence[MeasuredStep]) -> Fit:
         raise QuantlabError(f"no step model fits {len(steps)} measured steps: {cause}", "run more steps") from cause
     *at_corners, prefill_s, pair_s, context_s, group_s = map(float, weights)
     table = np.interp(range(corners[-1] + 1), corners, at_corners).tolist()
-    slope = max(0.0, (at_corners[-1] - at_corners[-2]) / (corners[-1] - corners[-2])) if len(corners) > 1 else 0.0
+    # Over a doubling: between neighbours there is more noise than slope.
+    back = max((i for i, seqs in enumerate(corners) if 2 * seqs <= corners[-1]), default=0)
+    wide = corners[-1] - corners[back]
+    slope = max(0.0, (at_corners[-1] - at_corners[back]) / wide) if wide else 0.0
     base_s = max(0.0, at_corners[-1] - slope * corners[-1])
     model = StepModel(base_s, prefill_s, pair_s, slope, context_s, tuple(table), group_s)
     predicted = np.array([model.seconds(step.shape) for step in steps])

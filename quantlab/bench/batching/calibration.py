@@ -21,10 +21,11 @@ _EVERY_BATCH = 16
 
 
 def calibrate(spec: BatchingSpec, drawn: Lengths, engine: EngineTarget, progress: Progress) -> Calibrated:
-    """The step model of a short run: a saturated and an open load, and batches up to `max_num_seqs` (each up to 16)."""
+    """The step model of a short run: a saturated and an open load, and batches up to the largest (each up to 16)."""
     first = Lengths(drawn.prompt[:_REQUESTS], drawn.new[:_REQUESTS], drawn.gaps[:_REQUESTS])
     at_once = open_loop.saturate(spec, first)
-    batches = _batches(spec.max_num_seqs) * spec.repeats
+    assert engine.loaded is not None
+    batches = _batches(engine.loaded.capacity.n_seq) * spec.repeats
     done = 0
 
     def run(cell: Cell) -> Run:
@@ -40,7 +41,7 @@ def calibrate(spec: BatchingSpec, drawn: Lengths, engine: EngineTarget, progress
     run(open_loop.alone(open_loop.cell(spec, first, _LOAD * mu, policy="fcfs")))
     asked = Asked(spec.prompt_tokens, batch_sizes.new_tokens(spec), 0.0)
     for batch in batches:
-        run(Cell([asked] * batch, batch, spec.max_num_batched_tokens))
+        run(Cell([asked] * batch, batch, max(spec.max_num_batched_tokens, batch)))
     return engine.calibrated()
 
 

@@ -128,10 +128,9 @@ def serve(
     *,
     costs: Costs,
     prompt: Callable[[int, int], Tokens],
-    learning: MeasuredCosts | None = None,
     fallback: Backend | None = None,
 ) -> tuple[Run, list[MeasuredStep]]:
-    """Serve a cell; policies predict by `costs`, and what runs is taught to `learning`.
+    """Serve a cell; policies predict by `costs`, which learn from what runs where they are measured ones.
 
     `prompt` makes the prompt of a request from its number and its length. `fallback` holds the smaller model of the
     policy of that name, and takes turns with `backend`. Returns the steps too, for a fit.
@@ -158,7 +157,7 @@ def serve(
         order=chosen.order,
         admission=chosen.admission,
         preemption=chosen.preemption,
-        costs=learning,
+        costs=costs if isinstance(costs, MeasuredCosts) else None,
     )
     small = None if fallback is None else Engine(fallback, cell.limits(fallback), clock=clock)
     before = time.process_time()
@@ -195,7 +194,7 @@ def work(job_json: object, channel: Channel) -> None:
                 continue
             cell = msgspec.convert(message, Cell)
             small = fallback if cell.policy == "fallback" else None
-            run, ran = serve(cell, backend, WallClock(), costs=costs, prompt=prompts, learning=costs, fallback=small)
+            run, ran = serve(cell, backend, WallClock(), costs=costs, prompt=prompts, fallback=small)
             # The first load warms up: its steps fit no model.
             steps += ran if warm else []
             warm = True

@@ -8,8 +8,8 @@ The limits are TTFT at P99 and TPOT on average over the requests. At one rate is
   `undecided`. The limits of the share are the wider ones of the exact ones for independent requests and of a bootstrap
   that keeps neighbours together.
 
-With 95% confidence no rate of one bench is decided wrongly, however many are tried: each of the m rates that the loads
-and the search may judge has 0.05 / m of the error (Bonferroni, for the most that the search may try). A rate either
+With 95% confidence no rate of the loads and the search is decided wrongly, however many are tried: each of the m rates
+that they may judge has 0.05 / m of the error (Bonferroni, for the most that the search may try). A rate either
 meets the limits or does not, so that only one of the two verdicts can be wrong: `meets` needs both limits and `fails`
 one of them, so the error of `fails` is halved between the two. To decide that a rate meets a P99, 299 requests are the
 fewest for one rate, 537 for a search, 568 for one after four loads.
@@ -57,6 +57,9 @@ class Judged(NamedTuple):
     late: Interval
     goodput: Interval
     unserved: float
+    # What the verdict was reached with, and the mean of TPOT at that confidence.
+    confidence: float
+    tpot_judged: Interval | None
 
 
 class Answer(NamedTuple):
@@ -85,14 +88,15 @@ def judge(spec: BatchingSpec, rate: float, window: Window, *, rejections: bool =
     lost = sum(r.status != "finished" for r in judged) > _ALLOWED * len(judged)
     seen = not lost and ttft is not None and ttft.estimate <= spec.ttft_slo_s
     verdicts = {_against(late, _ALLOWED)}
+    tpot_judged = tpot_mean(window, confidence)
     # Answers of one token have no TPOT to judge.
-    if tpot is not None:
-        verdicts.add(_against(tpot_mean(window, confidence) or tpot, spec.tpot_slo_s))
+    if tpot is not None and tpot_judged is not None:
+        verdicts.add(_against(tpot_judged, spec.tpot_slo_s))
         seen = seen and tpot.estimate <= spec.tpot_slo_s
     verdict: Verdict = "meets"
     if "fails" in verdicts or "undecided" in verdicts:
         verdict = "fails" if "fails" in verdicts else "undecided"
-    return Judged(rate, seen, verdict, ttft, tpot, late, scaled, window.unserved)
+    return Judged(rate, seen, verdict, ttft, tpot, late, scaled, window.unserved, confidence, tpot_judged)
 
 
 def _late(late: Sequence[bool], confidence: float = CONFIDENCE) -> Interval:
@@ -133,12 +137,13 @@ class Search:
         return max((j.rate for j in self.judged if j.within and (high is None or j.rate < high)), default=None)
 
     def _high(self) -> float | None:
-        return min((j.rate for j in self.judged if not j.within), default=None)
+        """The lowest rate that is not within them; what is beyond the capacity tells nothing of what is below."""
+        return min((j.rate for j in self.judged if not j.within and j.rate <= self._mu), default=None)
 
     def rates(self) -> Iterator[float]:
         """The rates to measure; each must be told before the next is asked for."""
         top = _HIGHEST * self._mu
-        if self._high() is None and all(judged.rate < top for judged in self.judged):
+        if self._high() is None and all(judged.rate < top for judged in self.judged if judged.rate <= self._mu):
             yield top
         if self._low() is None:
             high = self._high()
@@ -205,6 +210,9 @@ def details(judged: Judged) -> dict[str, Any]:
     return {
         "verdict": judged.verdict,
         "within": judged.within,
+        # Of the two intervals that follow, one for each limit.
+        "verdict_confidence": judged.confidence,
+        "tpot_judged_interval_s": None if judged.tpot_judged is None else list(judged.tpot_judged),
         "late_interval": list(judged.late),
         "ttft_verdict": _against(judged.late, _ALLOWED),
         # What is served one by one has no rate of arrivals.
