@@ -128,6 +128,21 @@ def test_a_kill_between_the_two_renames_loses_nothing(tmp_path: Path) -> None:
     assert names(tmp_path) == ["a"]
 
 
+def test_a_folder_of_the_caller_is_renamed_and_stays_where_that_fails(tmp_path: Path) -> None:
+    made, out = tmp_path / "state", tmp_path / "a"
+    made.mkdir()
+    (made / "weights").touch()
+    with pytest.raises(QuantlabError), written_folder(out, kept=made):
+        # Another one's, meanwhile.
+        (out / "other").mkdir(parents=True)
+    with pytest.raises(KeyboardInterrupt), written_folder(out, replace=True, kept=made):
+        raise KeyboardInterrupt
+    assert (names(made), names(out)) == (["weights"], ["other"])
+    with written_folder(out, replace=True, kept=made) as yielded:
+        assert yielded == made
+    assert (names(tmp_path), names(out)) == (["a"], ["weights"])
+
+
 def test_a_link_in_the_place_of_a_folder_gives_way_and_what_it_leads_to_stays(tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / "old").touch()

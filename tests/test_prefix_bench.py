@@ -160,7 +160,7 @@ def test_what_is_said_of_the_machine_stays_with_its_row(monkeypatch: pytest.Monk
 
         def rows(self) -> Iterator[Row]:
             for self.at in (1, 2, 3):
-                yield Row("tiers", {}, {})
+                yield Row("tiers", {}, {}, last=self.at == 3)
 
         def notices(self) -> list[Notice]:
             return [Notice("busy-machine", f"row {self.at}")]
@@ -170,6 +170,43 @@ def test_what_is_said_of_the_machine_stays_with_its_row(monkeypatch: pytest.Monk
     outcomes = list(bench.run(spec()))
     assert [o.warnings[0].message for o in outcomes] == ["row 1", "row 2", "row 3"]
     assert [o.details["complete"] for o in outcomes] == [False, False, True]
+
+
+def test_what_was_measured_is_there_before_the_next_row_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Target:
+        runtime = RuntimeInfo("llamacpp", "1", "cpu", "F16", {}, 1)
+
+        def rows(self) -> Iterator[Row]:
+            yield Row("tiers", {}, {"scenario": "chat"})
+            raise QuantlabError("the child died", "")
+
+        def notices(self) -> list[Notice]:
+            return []
+
+    monkeypatch.setattr(bench, "opened_model", lambda *_: contextlib.nullcontext(Target()))
+    monkeypatch.setattr(bench, "model_info", lambda _: ModelInfo("m", "gguf", "none", 1, 16.0, {}))
+    found = []
+    with pytest.raises(QuantlabError, match="died"):
+        for outcome in bench.run(spec()):
+            found.append(outcome)  # noqa: PERF402 - what came before the error counts
+    assert [(o.details["scenario"], o.details["complete"]) for o in found] == [("chat", False)]
+
+
+@pytest.mark.parametrize(
+    ("options", "parts"),
+    [
+        ({}, ["scenario", "scenario", "tiers", "tiers"]),
+        ({"tiers": False}, ["scenario", "scenario"]),
+        # No length has a whole block.
+        ({"block_tokens": 256}, ["scenario", "scenario"]),
+    ],
+)
+def test_the_last_row_says_so(options: dict[str, object], parts: list[str]) -> None:
+    asked = spec(scenario=["chat", "rag"], prefix_tokens=64, requests=2, repeats=1, warmup=0, **options)
+    on = SimulatedBackend(Capacity(200, 12, 512), StepModel(1e-3, 1e-5), VirtualClock())
+    rows = list(measure(asked, on, on.clock, silent))
+    assert [row.part for row in rows] == parts
+    assert [row.last for row in rows] == [*[False] * (len(rows) - 1), True]
 
 
 def test_a_trace_without_ids_is_refused(shared: Path) -> None:
@@ -375,6 +412,18 @@ def quantlab(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         command, cwd=cwd, capture_output=True, text=True, check=False, env={**os.environ, "COLUMNS": "200"}
     )
+
+
+@pytest.mark.parametrize(("experts", "said"), [(4, True), (0, False)])
+def test_a_roofline_of_a_mixture_says_how_experts_are_chosen(tmp_path: Path, experts: int, said: bool) -> None:
+    path = tmp_path / "m.gguf"
+    write_gguf(path, kind=gguf.GGMLQuantizationType.F32, experts=experts)
+    model = ModelFile(str(path), "m", str(path), content_sha256(path))
+    options = {"simulate": True, "bandwidth_bytes_per_s": 1e9, "flops_per_s": 1e11, "requests": 2}
+    (row,) = bench.run(PrefixCacheSpec(model, scenario=["chat"], **options))  # type: ignore[arg-type]
+    (notice,) = (notice for notice in row.warnings if notice.code == "simulated")
+    assert "1e+09 bytes/s and 1e+11 FLOP/s" in notice.message
+    assert ("choose experts uniformly" in notice.message) is said
 
 
 def test_the_command_prints_tables_and_json(tiny: ModelFile, tmp_path: Path) -> None:

@@ -270,3 +270,10 @@ def test_the_command_shows_findings_escaped_and_as_json(tmp_path: Path) -> None:
     assert result["measurements"]["hit_rate_proposed"]["samples"][0] > 0.8
     done = quantlab("none.jsonl", cwd=tmp_path)
     assert (done.returncode, done.stdout) == (1, "")
+
+
+def test_a_line_that_is_no_object_among_objects_is_told(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    path.write_text('{"prompt": "one"}\nnot json\n{"prompt": "two"}\n', encoding="utf-8")
+    with pytest.raises(QuantlabError, match=r"line 2 .* no JSON"):
+        read_log(path)

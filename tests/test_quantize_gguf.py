@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -398,6 +399,21 @@ def test_a_folder_is_converted_once_and_used_again(stories: Path, tmp_path: Path
     assert stored_tensors(tmp_path / "third.gguf") == stored_tensors(tmp_path / "stories260K-Q8_0.gguf")
     names = sorted(path.name for path in tmp_path.iterdir())
     assert not [name for name in names if name.startswith(".")]
+
+
+def test_a_kept_conversion_needs_no_room(stories: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run(stories, tmp_path / "stories260K-F16.gguf", type="F16")
+    spec = QuantizeSpec(model_file(stories), str(tmp_path / "o.gguf"), threads=1, type="Q8_0")
+    predicted = methods.dry_run(spec, silent)
+    assert predicted.disk_bytes == predicted.size_bytes
+    room = shutil._ntuple_diskusage(predicted.disk_bytes, 0, predicted.disk_bytes)
+    monkeypatch.setattr("quantlab.core.files.shutil.disk_usage", lambda _: room)
+    methods.dry_run(spec, silent)
+    assert methods.run(spec, silent).details["base"] == "reused"
+    (tmp_path / "stories260K-F16.gguf").unlink()
+    for do in (methods.run, methods.dry_run):
+        with pytest.raises(QuantlabError, match="GB free, the output needs about"):
+            do(msgspec.structs.replace(spec, force=True), silent)
 
 
 def test_a_base_of_another_version_is_not_used_again(

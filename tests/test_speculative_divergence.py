@@ -34,7 +34,7 @@ class Child:
 
     def __init__(self, fillers: list[Ran], gaps: list[float]) -> None:
         self.fillers, self.gaps = iter(fillers), iter(gaps)
-        self.asked: list[Any] = [Ready(LOADED, None, ["a"] * 3, [4] * 3, "sha", 0, 0)]
+        self.asked: list[Any] = [Ready(LOADED, None, ["a"] * 3, [4] * 3, "sha", 0, 0, chained=True)]
         self.sent: list[Any] = []
 
     def send(self, message: Any) -> None:

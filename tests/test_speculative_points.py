@@ -66,7 +66,7 @@ def test_costs_are_medians_of_full_steps_and_the_prediction_follows() -> None:
     half = [StepTimes(2, 2, 0, 0.0, 9.0, 9.0)]
     answered = rounds((3, 3, 4), (3, 0, 1), (3, 3, 4))
     group = Group("code", [0], {0: run(30, 0.29, [], plain), 3: run(30, 0.145, answered, drafted + half)})
-    costs = points.costs_of_groups([group], 1)
+    costs = points.costs_of_groups([group], 1, chained=True)
     assert costs.c(3) == pytest.approx(0.2)
     assert costs.v(3) == pytest.approx(1.4)
     # Between the shapes that ran it is linear.
@@ -93,7 +93,7 @@ def test_the_prediction_for_a_batch_is_of_its_steps() -> None:
     ]
     ran = Ran(answers, [both, one, both, late], 0.0)
     group = Group("code", [0, 1], {0: run(9, 0.1, [], plain), 1: ran})
-    costs = points.costs_of_groups([group] * 3, 2)
+    costs = points.costs_of_groups([group] * 3, 2, chained=True)
     # Accepted of tested in whole rounds: 1, 0, then 1, 1 and 1. The third step has a round that ended an answer.
     a = 4 / 5
     tokens = ((1 + a) + (1 + a) + (1 + a) + 1) / 4
@@ -132,19 +132,31 @@ def test_verify_times_take_shapes_that_ran_often() -> None:
 
 
 def test_a_draft_that_is_made_at_once_costs_the_same_at_every_length() -> None:
-    """Heads take 6 ms for one token and for four; between them it is linear, and no tokens take no time."""
+    """Heads take 6 ms for one token and for four, and no tokens take no time."""
     plain = [StepTimes(1, 1, 0, 0.0, 0.010, 0.010)] * 3
     short, long = [StepTimes(1, 2, 1, 0.006, 0.012, 0.02)] * 9, [StepTimes(1, 5, 4, 0.006, 0.014, 0.02)] * 3
     found = rounds((4, 4, 5), (4, 0, 1))
     group = Group("code", [0], {0: run(9, 0.1, [], plain), 1: run(9, 0.1, [], short), 4: run(9, 0.1, found, long)})
-    costs = points.costs_of_groups([group], 1)
+    costs = points.costs_of_groups([group], 1, chained=False)
     assert [costs.c(k) for k in (0, 1, 2, 4)] == pytest.approx([0, 0.6, 0.3, 0.15])
     assert (costs.steps(0), costs.steps(4)) == (1, pytest.approx(0.6 + 1.4))
     a = 4 / 5
     assert points.predicted([group], 4, costs, 99) == pytest.approx((1 - a**5) / (1 - a) / 2.0)
     # A draft that ran once has no other time.
     single = Group("code", [0], {0: run(9, 0.1, [], plain), 1: run(9, 0.1, [], short[:1])})
-    assert points.costs_of_groups([single], 1).c(1) == pytest.approx(0.6)
+    assert points.costs_of_groups([single], 1, chained=False).c(1) == pytest.approx(0.6)
+
+
+def test_below_the_shortest_draft_only_one_made_token_after_token_takes_less() -> None:
+    """Drafts of four tokens alone ran, at 4 ms."""
+    plain, drafted = [StepTimes(1, 1, 0, 0.0, 0.010, 0.010)] * 3, [StepTimes(1, 5, 4, 0.004, 0.012, 0.016)] * 3
+    group = Group("code", [0], {0: run(9, 0.1, [], plain), 4: run(9, 0.1, [], drafted)})
+    at_once, chained = (points.costs_of_groups([group], 1, chained=chained) for chained in (False, True))
+    assert [at_once.draft_s(k) for k in (0, 0.5, 1, 2, 4)] == pytest.approx([0, 0.004, 0.004, 0.004, 0.004])
+    assert [chained.draft_s(k) for k in (0, 1, 2, 4)] == pytest.approx([0, 0.001, 0.002, 0.004])
+    # Nothing was found to draft.
+    silent = Group("code", [0], {0: run(9, 0.1, [], plain), 4: run(9, 0.1, [], plain)})
+    assert points.costs_of_groups([silent], 1, chained=False).draft_s(4) == 0
 
 
 def test_groups_are_full_and_of_one_category() -> None:

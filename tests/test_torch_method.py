@@ -144,6 +144,16 @@ def test_a_dry_run_looks_at_the_texts(folder: Path) -> None:
     assert methods.dry_run(spec_of(folder), silent).size_bytes > 0
 
 
+def test_a_plan_says_that_its_engine_is_missing_here(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(engine: object) -> Path:
+        raise QuantlabError("the engine `gptqmodel` is missing", "quantlab engines add gptqmodel")
+
+    assert not [n for n in methods.dry_run(spec_of(folder), silent).warnings if n.code == "engine-missing"]
+    monkeypatch.setattr("quantlab.quantize.torch_method.interpreter", missing)
+    (said,) = [n for n in methods.dry_run(spec_of(folder), silent).warnings if n.code == "engine-missing"]
+    assert said.hint == "quantlab engines add gptqmodel"
+
+
 @pytest.mark.parametrize(
     ("length", "said"),
     [(fake_engine.CRASHES, "SIGKILL"), (fake_engine.FAILS, "singular matrix")],

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import shlex
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -337,6 +339,28 @@ def test_what_does_not_fit_on_the_disk_is_refused_by_a_dry_run_too(
     (tmp_path / "a.partial").mkdir()
     (tmp_path / "a.partial" / "layer-0").write_text("!")
     methods.dry_run(spec, silent)
+
+
+def test_an_output_and_a_restored_gguf_on_one_disk_are_added(
+    ggufs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = check_spec(QuantizeSpec(model_file(ggufs / "F16.gguf"), str(tmp_path / "a"), "rtn", device="cpu"))
+    source = read_source(spec)
+    need = plan(source, spec).prediction.disk_bytes
+    both = need + source.stored_bytes
+    room = [both]
+    monkeypatch.setattr("quantlab.core.files.shutil.disk_usage", lambda _: shutil._ntuple_diskusage(both, 0, room[0]))
+    plan(source, spec)
+    room[0] -= 1
+    with pytest.raises(QuantlabError, match="GB free, the output needs about"):
+        plan(source, spec)
+    # On two disks each has its own room.
+    disks = itertools.count()
+    monkeypatch.setattr(
+        "quantlab.quantize.torch_plan.existing",
+        lambda _: SimpleNamespace(stat=lambda: SimpleNamespace(st_dev=next(disks))),
+    )
+    plan(source, spec)
 
 
 def test_what_does_not_fit_on_the_device_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

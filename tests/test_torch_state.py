@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -200,10 +201,37 @@ def test_a_damaged_artifact_is_not_checked(folder: Path, monkeypatch: pytest.Mon
 
 def test_without_its_artifact_a_run_continues_at_the_layers(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     state = quantized(folder, monkeypatch)
-    # As a kill leaves it between the two renames that give the artifact its name.
+    # As a kill leaves it after the rename that gives the artifact its name, which was moved away since.
     (state / "whole" / "artifact").rename(folder.parent / "elsewhere")
     outcome = run(folder)
     assert outcome.details["continued_after_layers"] == 1
+    assert left(folder) == ["a.b"]
+
+
+@pytest.mark.parametrize("what", ["ctrl-c", "out appears"])
+def test_a_checked_artifact_is_kept_until_it_has_its_name(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    out, state = folder.parent / "out" / "a.b", folder.parent / "out" / "a.b.partial"
+
+    def fails(made: Path) -> None:
+        # What a kill would leave here.
+        assert torch_markers.is_quantized(state)
+        assert left(folder) == ["a.b.partial"]
+        if what == "ctrl-c":
+            raise KeyboardInterrupt
+        (out / "other").mkdir(parents=True)
+
+    with monkeypatch.context() as patched:
+        patched.setattr("quantlab.core.files.flush_folder", fails)
+        with pytest.raises((KeyboardInterrupt, QuantlabError)) as caught:
+            run(folder)
+    said = "".join(getattr(caught.value, "__notes__", [getattr(caught.value, "hint", "")]))
+    assert f"the quantized model is kept in `{state}`" in said
+    shutil.rmtree(out, ignore_errors=True)
+    # An engine that ran again would be.
+    monkeypatch.setenv("KILLED", "1")
+    assert codes(run(folder))[0] == "continued"
     assert left(folder) == ["a.b"]
 
 
@@ -363,6 +391,35 @@ def test_two_at_once_are_refused(folder: Path) -> None:
         run(folder, force=True)
     run(folder)
     assert left(folder) == ["a.b"]
+
+
+def test_a_run_that_begins_while_another_removes_its_folder_goes_on(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state, opened, listed = folder.parent / "out" / "a.b.partial", Path.open, Path.iterdir
+    gone: list[str] = []
+
+    def remove(path: Path, what: str) -> None:
+        if state in (path, path.parent) and path.name in ("lock", state.name) and what not in gone:
+            gone.append(what)
+            shutil.rmtree(state)
+
+    def late_open(path: Path, *given: Any, **options: Any) -> Any:
+        remove(path, "open")
+        return opened(path, *given, **options)
+
+    def late_list(path: Path) -> Any:
+        remove(path, "list")
+        return listed(path)
+
+    state.mkdir(parents=True)
+    (state / "lock").touch()
+    monkeypatch.setattr(Path, "open", late_open)
+    monkeypatch.setattr(Path, "iterdir", late_list)
+    with torch_state.kept(folder.parent / "out" / "a.b", Identity("model", {}, {}, {}), replace=False) as kept:
+        assert kept == state and (state / "identity.json").is_file()
+    assert gone == ["list", "open"]
+    assert left(folder) == []
 
 
 def test_it_is_taken_for_no_model(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from quantlab.core.artifact import gguf_shards, stored_weights
 from quantlab.core.errors import UsageError
 from quantlab.core.gguf_file import kv_bytes_per_token, read_header
 from quantlab.core.hf_config import kv_values_per_token, text_config
-from quantlab.core.result import ModelInfo
+from quantlab.core.result import ModelInfo, Notice
 from quantlab.runtime.mixture import MixtureRoofline
 from quantlab.runtime.step_model import Roofline
 
@@ -60,6 +60,20 @@ def roofline(
         flops_per_s=flops_per_s,
     )
     return dense if found is None else MixtureRoofline(dense, found.size_bytes, found.per_layer, found.used)
+
+
+def notice(steps: Roofline | MixtureRoofline, *also: str) -> Notice:
+    """That nothing was measured at all, and what the simulation takes for granted; `also` is what more it does."""
+    taken = ["no kernel reaches it", *also]
+    if isinstance(steps, MixtureRoofline):
+        taken.append("tokens choose experts uniformly")
+    dense = steps.dense if isinstance(steps, MixtureRoofline) else steps
+    return Notice(
+        "simulated",
+        f"simulated in virtual time from a roofline of {dense.bandwidth_bytes_per_s:.3g} bytes/s and "
+        f"{dense.flops_per_s:.3g} FLOP/s: {', '.join(taken)}",
+        "leave `--bandwidth` and `--flops` out for a step model fitted on this machine",
+    )
 
 
 def kv_bytes(path: Path) -> int:

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import Any
 
 import typer
 
 from quantlab.cli.console import warn
 
-# Beside SIGINT, which Python turns into a KeyboardInterrupt already.
-_OTHERS = (signal.SIGTERM, signal.SIGHUP)
+# What they do where nobody has set anything else.
+_DEFAULTS: dict[signal.Signals, Callable[[int, FrameType | None], Any] | signal.Handlers] = {
+    signal.SIGINT: signal.default_int_handler,
+    signal.SIGTERM: signal.SIG_DFL,
+    signal.SIGHUP: signal.SIG_DFL,
+}
 
 
 @contextmanager
@@ -31,7 +36,7 @@ def ending_in_order(said: str) -> Iterator[None]:
             signal.signal(before.pop(), signal.SIG_IGN)
         raise KeyboardInterrupt
 
-    before = [number for number in _OTHERS if signal.getsignal(number) == signal.SIG_DFL]
+    before = [number for number, default in _DEFAULTS.items() if signal.getsignal(number) == default]
     try:
         for number in before:
             signal.signal(number, end)
@@ -44,4 +49,4 @@ def ending_in_order(said: str) -> Iterator[None]:
         raise typer.Exit(128 + received) from None
     finally:
         for number in before:
-            signal.signal(number, signal.SIG_DFL)
+            signal.signal(number, _DEFAULTS[number])

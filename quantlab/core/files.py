@@ -57,21 +57,21 @@ def check_output_folder(path: Path, marker: str, *, force: bool) -> None:
 
 
 def _check_place(path: Path) -> None:
-    parent = _existing(path.parent)
+    parent = existing(path.parent)
     if not parent.is_dir():
         raise QuantlabError(f"`{parent}` is no folder", "choose another place with `--out`")
     if not os.access(parent, os.W_OK | os.X_OK):
         raise QuantlabError(f"no write permission in `{parent}`", "choose another place with `--out`")
 
 
-def _existing(folder: Path) -> Path:
+def existing(folder: Path) -> Path:
     """The folder, or the nearest one above it that exists: nothing is made before there is something to keep."""
     return next(place for place in (folder.absolute(), *folder.absolute().parents) if place.exists())
 
 
 def check_space(folder: Path, need_bytes: int) -> None:
     """Refuse work whose output cannot fit, with both numbers."""
-    free = shutil.disk_usage(_existing(folder)).free
+    free = shutil.disk_usage(existing(folder)).free
     if need_bytes > free:
         raise QuantlabError(
             f"`{folder}` has {free / 1e9:.2f} GB free, the output needs about {need_bytes / 1e9:.2f} GB",
@@ -119,13 +119,14 @@ def written(path: Path, *, durable: bool = True) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def written_folder(path: Path, *, replace: bool = False) -> Iterator[Path]:
+def written_folder(path: Path, *, replace: bool = False, kept: Path | None = None) -> Iterator[Path]:
     """Yield a temporary folder beside `path`; on success flush its files and rename it, on any failure remove it.
 
     With `replace` a folder that is there gives way at the end; else QuantlabError is raised, at the start or at the
-    end. It is raised too where another process is writing it.
+    end. It is raised too where another process is writing it. The caller's folder `kept`, on the same disk, is yielded
+    in the place of a temporary one, and stays on failure.
     """
-    temporary, old = partial_of(path), partial_of(path, _OLD)
+    temporary, old = kept or partial_of(path), partial_of(path, _OLD)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         # This may bring back what was there.
@@ -135,7 +136,7 @@ def written_folder(path: Path, *, replace: bool = False) -> Iterator[Path]:
             )
         if path.exists() and not replace:
             raise QuantlabError(f"`{path}` exists", "remove it, or choose another place")
-        temporary.mkdir()
+        temporary.mkdir(exist_ok=kept is not None)
         yield temporary
         flush_folder(temporary)
         if replace and path.exists():
@@ -147,7 +148,7 @@ def written_folder(path: Path, *, replace: bool = False) -> Iterator[Path]:
         # Whatever failed between the two renames: what was there comes back.
         if old.exists() and not path.exists():
             old.rename(path)
-        for folder in (temporary, old):
+        for folder in (old,) if kept else (temporary, old):
             _remove(folder)
 
 

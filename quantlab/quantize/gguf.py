@@ -54,11 +54,13 @@ def run(spec: QuantizeSpec, progress: Progress) -> Outcome:
     source = read_source(spec)
     imatrix_path = out.with_suffix(".imatrix.gguf")
     _check_outputs(spec, source, [out, imatrix_path] if spec.imatrix else [out])
+    converted = _converted_before(spec, source)
+    check_space(out.parent, least_bytes(spec, source, converts=_converts(spec, source, converted)))
     parts, notices = _calibration(spec, source) if spec.imatrix else ([], [])
     threads = spec.threads or hardware.usable_cores()
     with contextlib.ExitStack() as files:
         temporary = files.enter_context(written(out))
-        base, how = _base(spec, source, temporary, files)
+        base, how = _base(spec, source, temporary, converted, files)
         work = Work(
             base=str(base),
             threads=threads,
@@ -99,7 +101,8 @@ def dry_run(spec: QuantizeSpec, progress: Progress) -> Prediction:
             raise UsageError("`--dry-run` cannot plan for `--converter`", "leave out one of them")
         done = _in_child(Work(str(base), threads, conversion, job=_job(spec, source, base, dry_run=True)), progress)
         header = whole_header(base)
-    predicted = prediction(spec, source, header, done)
+    converts = _converts(spec, source, _converted_before(spec, source))
+    predicted = prediction(spec, source, header, done, converts=converts)
     check_space(Path(spec.out).parent, predicted.disk_bytes)
     return predicted
 
@@ -115,7 +118,6 @@ def _check_outputs(spec: QuantizeSpec, source: Source, outputs: list[Path]) -> N
     if not spec.force:
         # A record that lost its artifact may go; another's file may not.
         read_record(out)
-    check_space(out.parent, least_bytes(spec, source))
 
 
 def _require_library() -> None:
@@ -138,19 +140,33 @@ def _calibration(spec: QuantizeSpec, source: Source) -> tuple[list[tuple[Corpus,
     return parts, [*notices, *(note for corpus, _ in parts for note in corpus.notes)]
 
 
-def _base(spec: QuantizeSpec, source: Source, temporary: Path, files: contextlib.ExitStack) -> tuple[Path, str]:
+def _base(
+    spec: QuantizeSpec, source: Source, temporary: Path, converted: Path | None, files: contextlib.ExitStack
+) -> tuple[Path, str]:
     """The GGUF that is quantized: the input itself, one converted before, or a temporary file to convert to."""
     if not source.is_folder:
         return source.path, "given"
     if spec.type in WIDE_TYPES:
         return temporary, "converted"
-    kept = temporary.with_name(f"{spec.model.label}-{spec.outtype}.gguf")
-    if _is_conversion(kept, spec):
-        return kept, "reused"
+    if converted is not None:
+        return converted, "reused"
     # Named so that the next run removes it where this one is killed.
     base = partial_of(Path(spec.out), "base")
     files.callback(base.unlink, missing_ok=True)
     return base, "converted"
+
+
+def _converted_before(spec: QuantizeSpec, source: Source) -> Path | None:
+    """The conversion of a folder that an earlier run left beside the output, where it can be used again."""
+    if not source.is_folder or spec.type in WIDE_TYPES:
+        return None
+    kept = Path(spec.out).parent / f"{spec.model.label}-{spec.outtype}.gguf"
+    return kept if _is_conversion(kept, spec) else None
+
+
+def _converts(spec: QuantizeSpec, source: Source, converted: Path | None) -> bool:
+    """Whether the run needs room for a conversion beside its output."""
+    return source.is_folder and spec.type not in WIDE_TYPES and converted is None
 
 
 def _is_conversion(path: Path, spec: QuantizeSpec) -> bool:

@@ -183,12 +183,12 @@ def nominal_bits(label: str, tensors: Sequence[TensorInfo], fallbacks: Sequence[
     return bits / sum(tensor.params for tensor in tensors)
 
 
-def prediction(spec: QuantizeSpec, source: Source, header: GGUFHeader, done: Done) -> Prediction:
+def prediction(spec: QuantizeSpec, source: Source, header: GGUFHeader, done: Done, *, converts: bool) -> Prediction:
     """Size, memory, disk and time of an artifact, from the types that the library chose for the tensors of `header`.
 
     Memory: the process itself, and the largest of: the folder's weights mapped while converting; the largest tensor
     while quantizing, as stored, in float32 and as written; the artifact mapped while it is checked. Disk: the artifact,
-    and the GGUF that a folder is converted to first (where an earlier run kept it, less).
+    and, where the run `converts`, the GGUF that a folder is converted to first.
     """
     tensors = [
         msgspec.structs.replace(
@@ -206,14 +206,13 @@ def prediction(spec: QuantizeSpec, source: Source, header: GGUFHeader, done: Don
         for old, new in zip(header.tensors, tensors, strict=True)
     )
     weights = sum(tensor.size_bytes for tensor in tensors)
-    converted = source.is_folder and spec.type not in WIDE_TYPES
     return Prediction(
         size_bytes=size_bytes,
         bits_per_weight=bits_per_weight(tensors),
         tensor_types=histogram((tensor.type, tensor.params) for tensor in tensors),
         peak_process_bytes=done.floor_bytes
         + max(min(quantizing, _LARGEST_BUFFER), weights, source.size_bytes if source.is_folder else 0),
-        disk_bytes=size_bytes + (sum(tensor.size_bytes for tensor in header.tensors) if converted else 0),
+        disk_bytes=size_bytes + (sum(tensor.size_bytes for tensor in header.tensors) if converts else 0),
         quantize_s=done.quantize_s,
         warnings=label_notices(spec.type, tensors, done.fallbacks),
     )

@@ -11,7 +11,7 @@ import msgspec
 from quantlab.core.artifact import gguf_shards, read_json, safetensors_files, safetensors_header
 from quantlab.core.errors import QuantlabError, UsageError
 from quantlab.core.gguf_file import read_header
-from quantlab.quantize.spec import WIDE_TYPES, QuantizeSpec
+from quantlab.quantize.spec import QuantizeSpec
 from quantlab.quantize.tensors import is_quantized, matching, matrices, whole_header
 
 
@@ -58,10 +58,13 @@ def vocabulary(source: Source) -> list[str]:
         return []
 
 
-def least_bytes(spec: QuantizeSpec, source: Source) -> int:
-    """The bytes that the output and a temporary base need at the very least: the digits of a type are its bits."""
+def least_bytes(spec: QuantizeSpec, source: Source, *, converts: bool) -> int:
+    """The bytes that the output needs at the very least, and the temporary base where the run `converts` to one.
+
+    The digits of a type are its bits.
+    """
     bits = int(re.findall(r"\d+", spec.type)[0])
-    if source.is_folder and spec.type not in WIDE_TYPES:
+    if converts:
         bits += int(re.findall(r"\d+", spec.outtype)[0])
     return source.params * bits // 8
 

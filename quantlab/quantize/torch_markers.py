@@ -62,7 +62,7 @@ def read(folder: Path) -> Finished | None:
 
 
 def is_quantized(folder: Path) -> bool:
-    """Whether an engine is done, and its artifact there: a run killed while it gave it its name has moved it."""
+    """Whether an engine is done, and its artifact there: a run killed after it gave it its name has moved it."""
     return (folder / QUANTIZED).is_file() and artifact(folder).is_dir()
 
 

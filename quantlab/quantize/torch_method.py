@@ -66,7 +66,8 @@ def run(spec: QuantizeSpec, progress: Progress) -> Outcome:
         wanted = _identity(spec, engine, planned, parts)
         state = files.enter_context(torch_state.kept(out, wanted, replace=spec.force))
         prepare(source, progress)
-        temporary = files.enter_context(written_folder(out, replace=spec.force))
+        # Straight from the state: at any moment what was made lies in it or under its name.
+        folder = files.enter_context(written_folder(out, replace=spec.force, kept=torch_markers.artifact(state)))
         if (before := torch_markers.read_quantized(state)) is None:
             job = _job(spec, source, planned, parts, state, resumes=engine.resumes)
             said = run_in_child(engine.call, msgspec.to_builtins(job), progress, python=python)
@@ -76,7 +77,6 @@ def run(spec: QuantizeSpec, progress: Progress) -> Outcome:
             quantized = before
             # The duration is that of both runs.
             started -= before.duration_s
-        folder = torch_markers.artifact(state)
         try:
             checked = _check(spec, source, progress, state=state, python=checker)
             made = facts.Made(spec, engine, source, planned, quantized.done, checked)
@@ -87,7 +87,6 @@ def run(spec: QuantizeSpec, progress: Progress) -> Outcome:
         if checked.fault:
             torch_markers.forget(state)
             raise _reject(folder, out, checked.fault)
-        folder.rename(temporary)
     model = ModelFile(str(out.resolve()), file_label(out), spec.out, sha256, spec.model.revision, source.note)
     info = model_info(model)
     return Outcome(
@@ -112,7 +111,14 @@ def dry_run(spec: QuantizeSpec, progress: Progress) -> Prediction:
     source = read_source(spec)
     if calibrates(spec):
         _calibration(spec, source)
-    return plan(source, spec).prediction
+    predicted = plan(source, spec).prediction
+    try:
+        interpreter(ENGINES[spec.engine or ""])
+    except QuantlabError as error:
+        # What is planned for another machine needs no engine here.
+        missing = Notice("engine-missing", error.message, error.hint)
+        return msgspec.structs.replace(predicted, warnings=[*predicted.warnings, missing])
+    return predicted
 
 
 def check(spec: QuantizeSpec) -> None:

@@ -14,7 +14,7 @@ import psutil
 
 from quantlab.core import hardware
 from quantlab.core.errors import QuantlabError, UsageError
-from quantlab.core.files import check_space
+from quantlab.core.files import check_space, existing
 from quantlab.core.result import Notice
 from quantlab.quantize import torch_state, torch_vllm
 from quantlab.quantize.engines import ENGINES
@@ -209,13 +209,15 @@ def _check_memory(prediction: Prediction, spec: QuantizeSpec) -> None:
 
 
 def _check_disk(prediction: Prediction, spec: QuantizeSpec, source: TorchSource) -> None:
-    """Raise where the disk lacks room now, for the output or for the folder that a GGUF is restored to."""
-    out = Path(spec.out)
+    """Raise where a disk lacks room now, for the output or for the folder that a GGUF is restored to, or for both."""
+    out, cache = Path(spec.out), source.folder.parent
     # What an interrupted run left there is used again, or gives way.
-    held_bytes = torch_state.held_bytes(out) if spec.out else 0
-    check_space(out.parent, prediction.disk_bytes - held_bytes)
+    need_bytes = prediction.disk_bytes - (torch_state.held_bytes(out) if spec.out else 0)
     if source.gguf is not None and not source.folder.exists():
-        check_space(source.folder.parent, source.stored_bytes)
+        check_space(cache, source.stored_bytes)
+        if existing(cache).stat().st_dev == existing(out.parent).stat().st_dev:
+            need_bytes += source.stored_bytes
+    check_space(out.parent, need_bytes)
 
 
 def _vllm_notices(every: list[Linear], quantized: list[Linear], spec: QuantizeSpec) -> list[Notice]:

@@ -14,7 +14,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import msgspec
 
@@ -192,12 +192,26 @@ def _refuse_foreign(folder: Path) -> None:
     if not folder.is_dir() or (folder / _IDENTITY).is_file():
         return
     # A killed process may have come no further than the locks, or than half of that file.
-    ours = (_LOCK, ENGINE_LOCK)
-    if any(path.name not in ours and not path.name.startswith(f".{_IDENTITY}.") for path in folder.iterdir()):
+    ours, names = (_LOCK, ENGINE_LOCK), list[str]()
+    # The run that has it may be removing it.
+    with contextlib.suppress(FileNotFoundError):
+        names = [path.name for path in folder.iterdir()]
+    if any(name not in ours and not name.startswith(f".{_IDENTITY}.") for name in names):
         raise QuantlabError(
             f"`{folder}` is where the state of a quantization belongs, and is none",
             "move it, or choose another `--out`",
         )
+
+
+def _opened(lock: Path) -> IO[str] | None:
+    """The lock file; None where the run that had the folder has removed it since it was found."""
+    try:
+        return lock.open("w")
+    except FileNotFoundError:
+        # A link that leads nowhere does not go away.
+        if lock.is_symlink():
+            raise
+        return None
 
 
 @contextlib.contextmanager
@@ -207,7 +221,9 @@ def _owned(folder: Path, out: Path) -> Iterator[None]:
         while True:
             try:
                 folder.mkdir(parents=True, exist_ok=True)
-                lock = files.enter_context((folder / _LOCK).open("w"))
+                if (lock := _opened(folder / _LOCK)) is None:
+                    continue
+                files.enter_context(lock)
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
                 raise QuantlabError(

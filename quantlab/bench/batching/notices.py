@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+from quantlab.bench import roofline
 from quantlab.bench.batching.batch_sizes import BatchPoint
 from quantlab.bench.batching.load import Lengths
 from quantlab.bench.batching.serve import Calibrated
@@ -17,7 +18,7 @@ from quantlab.core import units
 from quantlab.core.result import Notice
 from quantlab.core.statistics import CONFIDENCE, geometric_mean_interval, relative_spread
 from quantlab.runtime.mixture import MixtureRoofline
-from quantlab.runtime.step_model import StepTime
+from quantlab.runtime.step_model import Roofline
 
 _POOR_FIT = 0.15
 
@@ -114,15 +115,9 @@ def of_calibration(found: Calibrated, label: str) -> Notice:
     )
 
 
-def of_roofline(spec: BatchingSpec, steps: StepTime) -> Notice:
+def of_roofline(steps: Roofline | MixtureRoofline) -> Notice:
     """That nothing was measured at all."""
-    routed = ", and tokens choose experts uniformly" if isinstance(steps, MixtureRoofline) else ""
-    return Notice(
-        "simulated",
-        f"simulated in virtual time from a roofline of {spec.bandwidth_bytes_per_s:.3g} bytes/s and "
-        f"{spec.flops_per_s:.3g} FLOP/s: no kernel reaches it, a preempted KV moves in no time{routed}",
-        "leave `--bandwidth` and `--flops` out for a step model fitted on this machine",
-    )
+    return roofline.notice(steps, "a preempted KV moves in no time")
 
 
 def of_answer(spec: BatchingSpec, answer: Answer, judged: list[Judged]) -> Iterator[Notice]:

@@ -74,7 +74,7 @@ def _step_time(spec: BatchingSpec, model: ModelFile, info: ModelInfo, drawn: Len
     """From the roofline of the spec, or fitted to a short run of the model."""
     if spec.bandwidth_bytes_per_s is not None and spec.flops_per_s is not None:
         steps = roofline(Path(model.path), info, spec.bandwidth_bytes_per_s, spec.flops_per_s)
-        return _Steps(steps, 0.0, [notices.of_roofline(spec, steps)])
+        return _Steps(steps, 0.0, [notices.of_roofline(steps)])
     alone = msgspec.structs.replace(spec, model=model, fallback=None)
     with opened_engine(alone, needed_context(spec, drawn), needed_sequences(spec)) as engine:
         found = calibrate(alone, drawn, engine, progress)

@@ -9,8 +9,6 @@ import contextlib
 import uuid
 from collections.abc import Iterator
 
-import msgspec
-
 from quantlab.bench.prefix_cache import server
 from quantlab.bench.prefix_cache.lint.run import LintSpec
 from quantlab.bench.prefix_cache.lint.run import run as lint
@@ -38,14 +36,10 @@ def run(spec: PrefixCacheSpec | LintSpec, progress: Progress = silent) -> Iterat
     with contextlib.ExitStack() as stack:
         progress("loading", 0, 1)
         target = simulated(spec, info, progress) if spec.simulate else stack.enter_context(opened_model(spec, progress))
-        told, waiting = _Told(spec, info, target), None
+        told = _Told(spec, info, target)
         for row in target.rows():
-            if waiting is not None:
-                yield waiting
-            # At once, while the target tells of this row and not of the next.
-            waiting = told.outcome(row)
-        if waiting is not None:
-            yield msgspec.structs.replace(waiting, details={**waiting.details, "complete": True})
+            # At once: the target tells of this row and not of the next, and a run that ends early has what it measured.
+            yield told.outcome(row)
 
 
 class _Told:
@@ -56,7 +50,7 @@ class _Told:
         self._session, self._rows = uuid.uuid4().hex[:16], 0
 
     def outcome(self, row: Row) -> Outcome:
-        """One row, as if others followed."""
+        """One row; with the last one the bench is complete."""
         self._rows += 1
         return Outcome(
             label=self._spec.model.label,
@@ -64,5 +58,11 @@ class _Told:
             runtime=self._target.runtime,
             measurements=row.measurements,
             warnings=[*row.warnings, *of_row(self._spec, row), *self._target.notices()],
-            details={"part": row.part, "session": self._session, "row": self._rows, "complete": False, **row.details},
+            details={
+                "part": row.part,
+                "session": self._session,
+                "row": self._rows,
+                "complete": row.last,
+                **row.details,
+            },
         )

@@ -38,15 +38,6 @@ def of_calibration(found: Calibrated, label: str) -> Notice:
     )
 
 
-def of_roofline(bandwidth_bytes_per_s: float, flops_per_s: float) -> Notice:
-    """That nothing was measured at all."""
-    return Notice(
-        "simulated",
-        f"simulated in virtual time from a roofline of {bandwidth_bytes_per_s:.3g} bytes/s and {flops_per_s:.3g} "
-        "FLOP/s: no kernel reaches it",
-    )
-
-
 def of_row(spec: PrefixCacheSpec, row: Row) -> Iterator[Notice]:
     """Conditions of one row."""
     yield from few_repeats(spec)

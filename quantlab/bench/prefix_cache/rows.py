@@ -24,13 +24,14 @@ _SHOWN_TOKENS = 12
 
 
 class Row(msgspec.Struct, frozen=True):
-    """One row on its way to the parent process; CPU seconds of the process that measured it."""
+    """One row on its way to the parent process; CPU seconds of the process that measured it; `last`: none follows."""
 
     part: str
     measurements: dict[str, Measurement]
     details: dict[str, Any]
     warnings: list[Notice] = []
     cpu_s: float = 0.0
+    last: bool = False
 
 
 class Passes(msgspec.Struct):
@@ -159,4 +160,4 @@ def tier_rows(points: list[TierPoint]) -> Iterator[Row]:
             details["against_computing"] = {
                 tier: median(getattr(point, f"{tier}_s")) / median(point.recompute_s) for tier in ("ram", "disk")
             }
-        yield Row("tiers", measurements, details)
+        yield Row("tiers", measurements, details, last=point is points[-1])

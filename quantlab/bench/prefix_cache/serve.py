@@ -14,7 +14,7 @@ from quantlab.bench.prefix_cache.measure import Bed
 from quantlab.bench.prefix_cache.rows import Passes, Row, stream_row, tier_rows
 from quantlab.bench.prefix_cache.scenarios import Stream, Texts, count, lengths, recorded, stream
 from quantlab.bench.prefix_cache.spec import PrefixCacheSpec
-from quantlab.bench.prefix_cache.tiers import measure_tiers
+from quantlab.bench.prefix_cache.tiers import measure_tiers, tier_lengths
 from quantlab.core.errors import UsageError
 from quantlab.core.progress import Progress
 from quantlab.engine import Engine, MeasuredCosts, Request, limits_of
@@ -94,6 +94,8 @@ def measure(spec: PrefixCacheSpec, backend: Backend, clock: Clock, progress: Pro
     # Virtual time repeats itself.
     warmup, repeats = (0, 1) if spec.simulate else (spec.warmup, spec.repeats)
     rounds = warmup + repeats
+    longest = backend.describe().capacity.n_ctx - 1
+    tiers = spec.tiers and not spec.simulate and bool(tier_lengths(longest, spec.block_tokens))
     for number, name in enumerate(names):
         began = time.process_time()
         found = _stream(spec, name, backend, bed, texts)
@@ -115,12 +117,12 @@ def measure(spec: PrefixCacheSpec, backend: Backend, clock: Clock, progress: Pro
             sharing=bed.sharing(found),
             agreement=bed.agreement(found.prompts[-1], whole_blocks),
         )
-        yield msgspec.structs.replace(row, cpu_s=time.process_time() - began)
-    if spec.tiers and not spec.simulate:
+        last = number + 1 == len(names) and not tiers
+        yield msgspec.structs.replace(row, cpu_s=time.process_time() - began, last=last)
+    if tiers:
         began = time.process_time()
         progress("tiers", len(names) * rounds, len(names) * rounds)
-        tokens = texts.take(backend.describe().capacity.n_ctx - 1)
-        points = measure_tiers(backend, tokens, block_tokens=spec.block_tokens, repeats=spec.repeats)
+        points = measure_tiers(backend, texts.take(longest), block_tokens=spec.block_tokens, repeats=spec.repeats)
         for row in tier_rows(points):
             yield msgspec.structs.replace(row, cpu_s=time.process_time() - began)
             began = time.process_time()

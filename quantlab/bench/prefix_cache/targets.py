@@ -15,7 +15,7 @@ from quantlab.bench.prefix_cache import notices
 from quantlab.bench.prefix_cache.rows import Row
 from quantlab.bench.prefix_cache.serve import capacity, longest_request, measure
 from quantlab.bench.prefix_cache.spec import PrefixCacheSpec
-from quantlab.bench.roofline import kv_bytes, roofline
+from quantlab.bench.roofline import kv_bytes, notice, roofline
 from quantlab.core.progress import Progress
 from quantlab.core.result import ModelInfo, Notice, RuntimeInfo
 from quantlab.runtime.backend import Loaded
@@ -49,13 +49,12 @@ class _Model:
 
     def rows(self) -> Iterator[Row]:
         """See `Target`."""
-        while True:
-            self._contention.begin()
-            message = self._worker.receive()
-            if message is None:
-                break
+        self._contention.begin()
+        while (message := self._worker.receive()) is not None:
             row = msgspec.convert(message, Row)
             self._contention.end(row.cpu_s)
+            # The next one is measured while this one is written.
+            self._contention.begin()
             yield row
         self._worker.result()
 
@@ -92,8 +91,8 @@ def simulated(spec: PrefixCacheSpec, info: ModelInfo, progress: Progress) -> Tar
     path = Path(spec.model.path)
     step_time: StepTime
     if spec.bandwidth_bytes_per_s is not None and spec.flops_per_s is not None:
-        step_time = roofline(path, info, spec.bandwidth_bytes_per_s, spec.flops_per_s)
-        said = notices.of_roofline(spec.bandwidth_bytes_per_s, spec.flops_per_s)
+        device = roofline(path, info, spec.bandwidth_bytes_per_s, spec.flops_per_s)
+        step_time, said = device, notice(device)
     else:
         found = msgspec.convert(run_in_child(_CALIBRATE, msgspec.to_builtins(spec), progress), Calibrated)
         step_time, said = found.model, notices.of_calibration(found, spec.model.label)

@@ -27,11 +27,16 @@ class TierPoint(msgspec.Struct, frozen=True):
     disk_s: list[float]
 
 
+def tier_lengths(n_tokens: int, block_tokens: int) -> list[int]:
+    """The lengths that are measured of a context of `n_tokens`; none where a block is longer."""
+    return [n for n in _LENGTHS if block_tokens <= n <= n_tokens]
+
+
 def measure_tiers(backend: Backend, tokens: Tokens, *, block_tokens: int, repeats: int) -> list[TierPoint]:
     """The lengths that `tokens` has. The folder is a temporary one, whose pages the system may still hold in memory."""
     with tempfile.TemporaryDirectory(prefix="quantlab-blocks-") as folder:
         store = BlockStore(Path(folder), backend.identity(), block_tokens=block_tokens)
-        lengths = [n for n in _LENGTHS if block_tokens <= n <= len(tokens)]
+        lengths = tier_lengths(len(tokens), block_tokens)
         # One unmeasured round.
         return [_point(backend, store, tokens[:n], repeats) for n in lengths[:1] + lengths][1:]
 

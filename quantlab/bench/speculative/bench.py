@@ -109,7 +109,7 @@ class _Draft:
         for group in session.measure(batch):
             groups.append(group)
             self._progress(stage, len(groups), total)
-        costs = costs_of_groups(groups, batch)
+        costs = costs_of_groups(groups, batch, chained=session.ready.chained)
         in_theory = best_in_theory(spec, session.ready, groups, costs)
         rows = {k: row(spec, session.ready, groups, costs, k) for k in session.lengths()[1:]}
         here = [found.point for found in rows.values() if found.point is not None]

@@ -53,8 +53,8 @@ class Job(msgspec.Struct, frozen=True):
 class Ready(msgspec.Struct, frozen=True):
     """What loaded, and the prompts.
 
-    `draft_bytes`: weights of the draft, and KV of all sequences at full length; `most_draft`: the most tokens that it
-    drafts, where it has a limit of its own.
+    `draft_bytes`: weights of the draft, and KV of all sequences at full length; `chained`: it drafts token after
+    token; `most_draft`: the most tokens that it drafts, where it has a limit of its own.
     """
 
     target: Loaded
@@ -64,6 +64,7 @@ class Ready(msgspec.Struct, frozen=True):
     prompt_sha256: str
     too_long: int
     draft_bytes: int
+    chained: bool
     most_draft: int | None = None
 
 
@@ -134,7 +135,7 @@ def work(job_json: object, channel: Channel) -> None:
         drafter = stack.enter_context(opened_drafter(spec, source, target))
         encoded = encode(prompts, target, _context(spec, target.describe()) - spec.new_tokens)
         channel.send("ready", msgspec.to_builtins(_ready(target, drafter, encoded)))
-        cell = _Cell(spec, target, drafter.proposer, encoded.ids)
+        cell = _Cell(spec, target, drafter, encoded.ids)
         while (message := channel.receive()) is not None:
             if isinstance(message, int):
                 cell.warm_up(message)
@@ -166,6 +167,7 @@ def _ready(target: Backend, drafter: Drafter, encoded: Encoded) -> Ready:
         prompt_sha256=ids_sha256(encoded.ids),
         too_long=encoded.too_long,
         draft_bytes=drafter.size_bytes,
+        chained=drafter.proposer.chained,
         most_draft=drafter.most,
     )
 
@@ -194,13 +196,14 @@ class _Filler:
 class _Cell:
     """Runs on one target with one draft."""
 
-    def __init__(self, spec: SpeculativeSpec, target: Backend, proposer: Proposer, prompts: list[Tokens]) -> None:
-        self._spec, self._target, self._proposer, self._prompts = spec, target, proposer, prompts
+    def __init__(self, spec: SpeculativeSpec, target: Backend, drafter: Drafter, prompts: list[Tokens]) -> None:
+        self._spec, self._target, self._proposer, self._prompts = spec, target, drafter.proposer, prompts
+        self._most = spec.longest_draft(drafter.most)
         self._adaptive: DraftLength = FixedLength(max(spec.k))
 
     def warm_up(self, batch: int) -> None:
         """Decode a little in every way that will be measured, and learn what a round of `batch` sequences costs."""
-        group, most = [i % len(self._prompts) for i in range(batch)], max(self._spec.k)
+        group = [i % len(self._prompts) for i in range(batch)]
         plain: list[StepTimes] = []
         drafted: list[StepTimes] = []
         for k in (0, *sorted(set(self._spec.k))):
@@ -208,9 +211,10 @@ class _Cell:
                 new_tokens = min(_WARM_TOKENS + k, self._spec.new_tokens)
                 # An answer that ends at once would teach nothing.
                 steps.extend(self._decode(group, FixedLength(k), proposer, new_tokens, ignore_eos=True)[0].steps)
-        costs, lengths = costs_of(batch, plain, drafted), range(most + 1)
+        costs = costs_of(batch, plain, drafted, chained=self._proposer.chained)
+        lengths = range(self._most + 1)
         known = RoundCosts(tuple(map(costs.draft_s, lengths)), tuple(map(costs.verify_s, lengths)))
-        self._adaptive = AdaptiveLength(most, known)
+        self._adaptive = AdaptiveLength(self._most, known)
 
     def run(self, run: Run) -> Ran:
         """One run, alone on the machine as far as it can know."""

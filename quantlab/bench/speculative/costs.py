@@ -58,7 +58,7 @@ class Costs(NamedTuple):
 
     def draft_s(self, k: float) -> float:
         """Seconds of a draft of `k` tokens; none take none."""
-        return self.drafts.seconds(k)
+        return self.drafts.seconds(k) if k and self.drafts else 0.0
 
     def verify_s(self, k: float) -> float:
         """Seconds of a verify of `k` draft tokens."""
@@ -82,9 +82,13 @@ class Costs(NamedTuple):
         return (self.draft_s(step.longest_draft) + verify_s) / self.verify_s(0)
 
 
-def costs_of(batch: int, plain: Iterable[StepTimes], drafted: Iterable[StepTimes]) -> Costs:
-    """The costs of a batch size from its steps of plain decoding and those with drafts; others are passed over."""
-    costs = Costs(batch, TimesByTokens(from_zero=True), TimesByTokens())
+def costs_of(batch: int, plain: Iterable[StepTimes], drafted: Iterable[StepTimes], *, chained: bool) -> Costs:
+    """The costs of a batch size from its steps of plain decoding and those with drafts; others are passed over.
+
+    `chained` drafts are made token after token: below the shortest that ran, time is in proportion to the tokens. Any
+    other is made at once, and a shorter one takes as long.
+    """
+    costs = Costs(batch, TimesByTokens(from_zero=chained), TimesByTokens())
     for steps, drafts in ((plain, False), (drafted, True)):
         for step in steps:
             if step.sequences != batch:

@@ -85,10 +85,10 @@ class Pooled(NamedTuple):
         return found
 
 
-def costs_of_groups(groups: Sequence[Group], batch: int) -> Costs:
-    """The costs of a batch size from everything that ran with it."""
+def costs_of_groups(groups: Sequence[Group], batch: int, *, chained: bool) -> Costs:
+    """The costs of a batch size from everything that ran with it; `chained` as in `costs_of`."""
     runs = [(k, step) for group in groups for k, ran in group.runs.items() for step in ran.steps]
-    return costs_of(batch, [step for k, step in runs if k == 0], [step for k, step in runs if k])
+    return costs_of(batch, [step for k, step in runs if k == 0], [step for k, step in runs if k], chained=chained)
 
 
 def pooled(groups: Sequence[Group], k: int, *, whole: int | None = None) -> Pooled:

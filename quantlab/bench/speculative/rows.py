@@ -73,7 +73,7 @@ def best_in_theory(spec: SpeculativeSpec, ready: Ready, groups: Sequence[Group],
     )
     if every.acceptance is None or not costs.known:
         return {"theory_best_k": 0, "theory_speedup": None}
-    most = min(max(spec.k), ready.most_draft or max(spec.k))
+    most = spec.longest_draft(ready.most_draft)
     # Answers may be too short for a whole round.
     coverage = (whole if whole.rounds else every).coverage
     best, speedup = theory.best_k(every.acceptance, costs.steps, most, coverage)

@@ -114,6 +114,10 @@ class SpeculativeSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """The batch sizes, smallest first."""
         return sorted(set(self.batch))
 
+    def longest_draft(self, most: int | None) -> int:
+        """The longest draft of any run, of what drafts no more than `most` tokens (None: any number)."""
+        return max(self.k) if most is None else min(max(self.k), most)
+
     @property
     def endpoint(self) -> bool:
         """Whether the model is behind a URL."""

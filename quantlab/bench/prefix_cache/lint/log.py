@@ -41,6 +41,9 @@ class Segment(NamedTuple):
 
 Request = list[Segment]
 
+# What a line of JSON begins with here.
+_JSON = ("{", "[", '"')
+
 
 def read_log(path: Path) -> list[Request]:
     """The requests of a log, in order; QuantlabError that names the line for what is none."""
@@ -67,10 +70,14 @@ def _of_server(text: str) -> list[Request]:
 
 def _of_lines(text: str, path: Path) -> list[Request]:
     requests = []
+    # A log of objects with a line that is none is harmed; it has no plain prompts.
+    of_objects = text.lstrip()[:1] == "{"
     for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():
             continue
         try:
+            if of_objects and line.lstrip()[:1] not in _JSON:
+                raise ValueError("no JSON, as the first line is")
             found = _segments(_value(line))
             requests.append([Segment(_encodable(s.part), s.message, _encodable(s.text)) for s in found])
         except (ValueError, RecursionError) as error:
@@ -92,7 +99,7 @@ def segments(part: str, message: int, text: str) -> Iterator[Segment]:
 
 def _value(line: str) -> Any:
     """The JSON of a line; a line that is none is a prompt."""
-    if line.lstrip()[:1] not in ("{", "[", '"'):
+    if line.lstrip()[:1] not in _JSON:
         return line.strip()
     return json.loads(line)
 
