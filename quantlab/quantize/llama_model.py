@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,14 +15,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from quantlab.core.errors import QuantlabError, missing_extra
-
-# An assertion that fails says so in one line; ggml would call a debugger for more.
-os.environ.setdefault("GGML_NO_BACKTRACE", "1")
-try:
-    import llama_cpp.llama_cpp as lib
-except ModuleNotFoundError as error:
-    raise missing_extra("llama-cpp-python", "gguf") from error
+from quantlab.core.errors import QuantlabError
+from quantlab.runtime.llamacpp_library import lib
+from quantlab.runtime.llamacpp_vocabulary import tokenize
 
 __all__ = ["LlamaModel", "Log", "lib"]
 
@@ -132,13 +126,8 @@ class LlamaModel:
 
     def encode(self, text: str, *, special: bool = False, add_special: bool = False) -> list[int]:
         """Token ids; `special`: control tokens in the text are parsed; `add_special`: BOS is added where wanted."""
-        data = text.encode()
-        room = len(data) + 8
-        buffer = (lib.llama_token * room)()
-        n = lib.llama_tokenize(self._vocab, data, len(data), buffer, room, add_special, special)
-        if n < 0:
-            raise QuantlabError(f"llama.cpp does not tokenize a text of {len(data)} bytes", "use a shorter text")
-        return list(buffer[:n])
+        ids: list[int] = tokenize(self._vocab, text, special=special, bos=add_special).tolist()
+        return ids
 
     def logits(self, tokens: list[int]) -> npt.NDArray[np.float32]:
         """Compute one window from an empty context: float32 (tokens, n_vocab), a view until the next call."""

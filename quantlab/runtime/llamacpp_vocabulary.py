@@ -14,6 +14,17 @@ from quantlab.runtime.backend import Tokens
 from quantlab.runtime.llamacpp_library import lib, load_model
 
 
+def tokenize(vocabulary: Any, text: str, *, special: bool, bos: bool) -> Tokens:
+    """Token ids; `special`: control tokens in the text are parsed; `bos`: it is added where the model wants it."""
+    data = text.encode()
+    room = len(data) + 8
+    buffer = (lib.llama_token * room)()
+    n = lib.llama_tokenize(vocabulary, data, len(data), buffer, room, bos, special)
+    if n < 0:
+        raise QuantlabError(f"llama.cpp does not tokenize a text of {len(data)} bytes", "use a shorter text")
+    return np.frombuffer(memoryview(buffer), np.int32)[:n].copy()
+
+
 class Vocabulary:
     """The tokenizer of a model that llama.cpp holds."""
 
@@ -25,13 +36,7 @@ class Vocabulary:
 
     def encode(self, text: str, *, special: bool = False, bos: bool = False) -> Tokens:
         """Token ids of `text`; see `Backend`."""
-        data = text.encode()
-        room = len(data) + 8
-        buffer = (lib.llama_token * room)()
-        n = lib.llama_tokenize(self.pointer, data, len(data), buffer, room, bos, special)
-        if n < 0:
-            raise QuantlabError(f"llama.cpp does not tokenize a text of {len(data)} bytes", "use a shorter text")
-        return np.frombuffer(memoryview(buffer), np.int32)[:n].copy()
+        return tokenize(self.pointer, text, special=special, bos=bos)
 
 
 @contextlib.contextmanager

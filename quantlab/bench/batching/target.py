@@ -110,13 +110,11 @@ class SimulatedTarget:
 
     def run(self, cell: Cell) -> Run:
         """See `Target`."""
-        if cell.policy == "fallback":
-            small = self._fallback
-            return serve(cell, self._backend, self._clock, costs=self._costs, prompt=zeros, fallback=small)[0]
-        if not cell.keep_tokens:
+        small = self._fallback if cell.policy == "fallback" else None
+        if small is None and not cell.keep_tokens:
             limits = cell.limits(self._backend)
             return serve_fleet(cell, limits, self._step_time, self._costs, self._swap_token_s)
-        return serve(cell, self._backend, self._clock, costs=self._costs, prompt=zeros)[0]
+        return serve(cell, self._backend, self._clock, costs=self._costs, prompt=zeros, fallback=small)[0]
 
     def notices(self) -> list[Notice]:
         """See `Target`: virtual time is disturbed by nothing."""
